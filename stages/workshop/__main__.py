@@ -1,0 +1,5 @@
+"""`python -m stages.workshop` is the `course` command."""
+
+from stages.workshop.cli import app
+
+app(prog_name="course")
