@@ -1,0 +1,37 @@
+"""Fixtures that every stage shares; the root `conftest.py` loads this module as a plugin."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from reference.checkpoints import FAMILIES, build_tiny, demo_model
+
+__all__ = ["FAMILIES", "demo_folder", "each_family", "tiny"]
+
+each_family = pytest.mark.parametrize("family", FAMILIES)  # a family's name is also the name of its tiny checkpoint
+
+
+def pytest_configure() -> None:
+    """One thread per process: sharing out a tiny matmul costs more than it saves, 10 to 30 times on a busy machine."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`tiny(name) -> folder` of a tiny random checkpoint, built at its first use and shared by the whole run."""
+    base = tmp_path_factory.getbasetemp()
+    # Under pytest-xdist each worker has its own base folder below the one of the run: share the one of the run.
+    shared = base.parent if base.name.startswith("popen-") else base
+
+    def folder_of(name: str) -> Path:
+        return build_tiny(name, shared / "tiny" / name)
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def demo_folder() -> Path:
+    """The demo model's folder, prepared in the cache at the first use (seconds)."""
+    return demo_model()
