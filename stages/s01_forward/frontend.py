@@ -1,0 +1,101 @@
+"""Read later: what every stage's `LLM` has in common. A stage's own `llm.py` says how requests are run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from stages.s01_forward.config import ModelConfig
+from stages.s01_forward.hub import resolve_model
+from stages.s01_forward.inputs import Prompt, PromptRequest, RequestBuilder
+from stages.s01_forward.loader import load_model
+from stages.s01_forward.ops import TORCH_OPS, Ops
+from stages.s01_forward.outputs import RequestOutput, TokenEvent
+from stages.s01_forward.sampling_params import SamplingParams, check_int
+from stages.s01_forward.tokenizer import Message, Tokenizer
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class BaseLLM:
+    """A model that answers.
+
+    model: a folder, a hub id or "demo". device: "auto" (a CUDA GPU if there is one), "cpu", "cuda", "cuda:1".
+    dtype: "auto" (the checkpoint's own), "bfloat16", "float16", "float32". max_model_len: prompt and answer together,
+    in tokens; at most, and by default, what the model was made for.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "demo",
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        progress: bool = False,
+    ) -> None:
+        self.device = pick_device(device)
+        self.folder = resolve_model(model, progress=progress)
+        self.config = ModelConfig.from_dir(self.folder)
+        if max_model_len is not None:
+            check_int("max_model_len", max_model_len, 1, self.config.max_len)
+        self.max_model_len = max_model_len or self.config.max_len
+        self.tokenizer = Tokenizer(self.folder) if (self.folder / "tokenizer.json").exists() else None
+        eos = self.config.eos_token_ids | (self.tokenizer.eos_token_ids if self.tokenizer else frozenset())
+        eos = frozenset(token_id for token_id in eos if 0 <= token_id < self.config.vocab_size)  # -1 stands for none
+        self.requests = RequestBuilder(self.config.vocab_size, self.max_model_len, eos, self.tokenizer)
+        self.ops = self.make_ops()
+        self.model = load_model(
+            self.folder,
+            self.config,
+            device=self.device,
+            dtype=dtype,
+            max_len=self.max_model_len,
+            ops=self.ops,
+            progress=progress,
+        )
+        self.dtype = self.model.embed_tokens.weight.dtype
+
+    def make_ops(self) -> Ops:
+        """The operations that serve this model."""
+        return TORCH_OPS
+
+    def run(self, requests: Sequence[PromptRequest]) -> Iterator[TokenEvent]:
+        """Bring every answer of every request to its end, one event per token. Each stage does this in its own way."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how requests are run")
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[RequestOutput]:
+        """Answer one prompt or many (text, token ids, or both mixed); one output per prompt, in order."""
+        requests = self.requests.build(prompts, sampling_params)
+        for _ in self.run(requests):
+            pass
+        return [request.output() for request in requests]
+
+    def stream(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> Iterator[TokenEvent]:
+        """As `generate`, token by token. What is wrong with the input is raised here, not at the first event."""
+        return self.run(self.requests.build(prompts, sampling_params))
+
+    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        """The token ids of a conversation, ready for an answer."""
+        if self.tokenizer is None:
+            raise ValueError("this model folder has no tokenizer; pass token ids to `generate`")
+        return self.tokenizer.encode_chat(messages)
+
+    def chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> RequestOutput:
+        """Answer a conversation, [{"role": "user", "content": "..."}], through the model's own template."""
+        return self.generate([self.chat_ids(messages)], sampling_params)[0]
+
+
+def pick_device(name: str) -> torch.device:
+    """ "auto" is the GPU if PyTorch sees one, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"device {name!r} is not supported; supported are 'auto', 'cpu', 'cuda' and 'cuda:1'")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r}: PyTorch {torch.__version__} sees no CUDA GPU here; use 'cpu' or 'auto'")
+    return device

@@ -1,0 +1,83 @@
+"""Read later: one answer in the making, from its first token to the reason why it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from stages.s01_forward.outputs import CompletionOutput, FinishReason, SampledToken, TokenEvent, TokenLogprob
+from stages.s01_forward.sampling_params import SamplingParams
+from stages.s01_forward.text_stream import TextStream
+from stages.s01_forward.tokenizer import Tokenizer
+
+
+class Generation:
+    """The tokens and the text of one answer. `token_limit` is its cap on new tokens, the model's length considered.
+
+    Each answer has a `seed` of its own; `index` tells the n answers to one prompt apart.
+    """
+
+    def __init__(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        token_limit: int,
+        eos_token_ids: Collection[int] = (),
+        tokenizer: Tokenizer | None = None,
+        request: int = 0,
+        index: int = 0,
+    ) -> None:
+        self.prompt_token_ids, self.params, self.seed = prompt_token_ids, params, seed
+        self.request, self.index, self.token_limit = request, index, token_limit
+        self.stop_token_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
+        self.banned_token_ids = sorted(self.stop_token_ids)  # before `min_tokens`
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.finish_reason: FinishReason | None = "length" if token_limit == 0 else None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self._text: list[str] = []
+        self._stream = TextStream(tokenizer, params.stop) if tokenizer else None
+
+    def append(self, sampled: SampledToken) -> TokenEvent:
+        """Take one token and decide whether the answer ends here. A stop goes before the cap when both apply."""
+        if self.finish_reason is not None:
+            raise ValueError(f"answer {self.index} has ended ({self.finish_reason}) and takes no further token")
+        if sampled.error is not None:
+            self.finish_reason, self.error = "error", sampled.error
+            return self._event(sampled.token_id, self._finish_text())
+        self.token_ids.append(sampled.token_id)
+        if sampled.logprob is not None:
+            self.logprobs.append(sampled.logprob)
+
+        may_stop = len(self.token_ids) >= self.params.min_tokens
+        if may_stop and sampled.token_id in self.stop_token_ids:  # the token itself is no text
+            self.finish_reason, self.stop_reason = "stop", sampled.token_id
+            return self._event(sampled.token_id, self._finish_text())
+        text = self._stream.push(sampled.token_id, may_stop) if self._stream else ""
+        if self._stream and self._stream.stopped_by is not None:
+            self.finish_reason, self.stop_reason = "stop", self._stream.stopped_by
+        elif len(self.token_ids) >= self.token_limit:
+            self.finish_reason = "length"
+            text += self._finish_text()
+        return self._event(sampled.token_id, text)
+
+    def output(self) -> CompletionOutput:
+        """The answer so far."""
+        return CompletionOutput(
+            index=self.index,
+            text="".join(self._text),
+            token_ids=list(self.token_ids),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=list(self.logprobs) if self.params.logprobs is not None else None,
+            error=self.error,
+        )
+
+    def _finish_text(self) -> str:
+        return self._stream.finish() if self._stream else ""
+
+    def _event(self, token_id: int, text: str) -> TokenEvent:
+        self._text.append(text)
+        return TokenEvent(self.request, self.index, token_id, text, self.finish_reason)

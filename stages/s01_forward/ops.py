@@ -1,0 +1,24 @@
+"""The table of operations that the model calls. Stage 03 and stage 07 fill it with Triton kernels, name by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from stages.s01_forward import layers
+
+
+@dataclass(frozen=True)
+class Ops:
+    """Which function serves each operation; the defaults are the torch versions, the reference for all others."""
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = layers.rms_norm
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = layers.add_rms_norm
+    rope: Callable[[Tensor, Tensor, Tensor], Tensor] = layers.apply_rope
+    silu_mul: Callable[[Tensor], Tensor] = layers.silu_mul
+    attention: Callable[[Tensor, Tensor, Tensor, float], Tensor] = layers.attention
+
+
+TORCH_OPS = Ops()

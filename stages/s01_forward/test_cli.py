@@ -1,0 +1,117 @@
+"""`stepinfer generate` and `stepinfer download`, as typed."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from stages.cli import app
+from stages.s01_forward.llm import LLM
+from stages.s01_forward.sampling_params import SamplingParams
+from tests.contract import byte_ids
+from tests.scripted import edited, scripted
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_answer_to_a_chat(tiny):
+    folder = tiny("llama")
+    result = run("generate", folder, "Hello", "--stage", 1, "--max-tokens", 6)
+    expected = LLM(folder).chat([{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=6)).text
+    assert (result.exit_code, result.stdout) == (0, f"{expected}\n")
+    assert "llama ready in" in result.stderr
+    assert " tokens/s" in result.stderr
+
+
+def test_raw_text_and_sampling(tiny):
+    options = ["--raw", "--max-tokens", 8, "--temperature", 1.5, "--top-k", 40, "--top-p", 0.9, "--seed", 3]
+    result = run("generate", tiny("llama"), "Once", "--stage", 1, *options)
+    params = SamplingParams(max_tokens=8, temperature=1.5, top_k=40, top_p=0.9, seed=3)
+    assert result.stdout == LLM(tiny("llama")).generate("Once", params)[0].text + "\n"
+
+
+def test_several_prompts_in_order(tiny):
+    llm, params = LLM(tiny("llama")), SamplingParams(max_tokens=4)
+    result = run("generate", tiny("llama"), "One", "Two", "--stage", 1, "--raw", "--max-tokens", 4)
+    assert result.stdout == "".join(output.text + "\n" for output in llm.generate(["One", "Two"], params))
+
+
+def test_stop_may_be_repeated(tiny, tmp_path):
+    folder = scripted(tiny("qwen2"), tmp_path / "m", [byte_ids("#abcdef")])
+    result = run("generate", folder, "#", "--stage", 1, "--raw", "--stop", "de", "--stop", "xyz")
+    assert result.stdout == "abc\n"
+
+
+def test_latest_stage_is_the_default(tiny):
+    result = run("generate", tiny("llama"), "Once", "--raw", "--max-tokens", 3)
+    assert (result.exit_code, result.stdout) == (
+        0,
+        LLM(tiny("llama")).generate("Once", SamplingParams(max_tokens=3))[0].text + "\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--max-tokens", 0], "max_tokens is 0; it must be at least 1"),
+        (["--temperature", -1], "temperature is -1.0"),
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--top-p", 1.5], "top_p is 1.5"),
+        (["--stage", 77], "no engine of stage 77; there are 1"),
+        (["--device", "gpu"], "device 'gpu' is not supported"),
+        (["--dtype", "int8"], "int8"),
+        (["--stop", ""], "stop"),
+    ],
+    ids=str,
+)
+def test_one_line_for_a_wrong_value(options, words, tiny):
+    result = run("generate", tiny("llama"), "Once", *options)
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+def test_no_such_model(tmp_path):
+    result = run("generate", tmp_path, "Once", "--stage", 1)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "is not a model folder" in result.stderr
+
+
+def test_an_answer_that_breaks_is_an_error(tiny, tmp_path):
+    folder = edited(tiny("qwen2"), tmp_path / "m", lambda w: w["model.norm.weight"].fill_(float("nan")))
+    result = run("generate", folder, "Once", "--stage", 1)
+    assert result.exit_code == 2
+    assert "no usable logits after 0 tokens" in result.stderr
+
+
+def test_our_own_faults_keep_their_traceback(tiny, monkeypatch):
+    monkeypatch.setattr(LLM, "run", lambda self, requests: 1 / 0)
+    result = run("generate", tiny("llama"), "Once", "--stage", 1)
+    assert isinstance(result.exception, ZeroDivisionError)
+
+
+def test_download_says_where(tiny):
+    result = run("download", tiny("llama"))
+    assert (result.exit_code, result.stdout.strip()) == (0, str(tiny("llama")))
+
+
+def test_as_a_process_whose_output_is_not_unicode(tiny, tmp_path):
+    """Emoji on a console that cannot show them are replaced, and the answer goes on."""
+    folder = scripted(
+        tiny("qwen2"), tmp_path / "m", [byte_ids("#a😀b"), [2]], {"generation_config.json": {"eos_token_id": 2}}
+    )
+    arguments = ["generate", str(folder), "#", "--stage", "1", "--raw", "--max-tokens", "6"]
+    done = subprocess.run(
+        [sys.executable, "-m", "stages.cli", *arguments],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "cp1252"},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode("cp1252").splitlines() == ["a?b"]

@@ -1,0 +1,101 @@
+"""Read later: text to token ids and back. Hugging Face's tokenizer does the work; the way back is ours."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+Message = dict[str, Any]  # {"role": "user", "content": "..."}
+
+
+class Tokenizer:
+    """A model folder's tokenizer. Text is the tokens' *bytes* joined and decoded once, so streaming cannot differ."""
+
+    def __init__(self, folder: str | Path) -> None:
+        from transformers import AutoTokenizer  # seconds to import: only who needs text pays
+
+        if not (Path(folder) / "tokenizer.json").exists():
+            raise ValueError(f"{folder} has no tokenizer.json; only tokenizers in that format are supported")
+        self._hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, with the special tokens (BOS, ...) that this tokenizer adds by itself."""
+        return list(self._hf(whole(text))["input_ids"])
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation. The template writes its special tokens itself: none are added again."""
+        if not self.has_chat_template:
+            raise ValueError("this model's tokenizer has no chat template; pass plain text or token ids")
+        try:
+            text = self._hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError, AttributeError) as error:  # a role it does not know, no content, ...
+            raise ValueError(f"the model's chat template does not take {messages!r}: {error}") from None
+        return list(self._hf(whole(str(text)), add_special_tokens=False)["input_ids"])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens. Ids beyond the vocabulary (padded models) give nothing."""
+        text = b"".join(map(self.token_bytes, token_ids)).decode("utf-8", errors="replace")
+        return text.removeprefix(" ") if self._drops_first_space else text
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Can `encode_chat` be used?"""
+        return self._hf.chat_template is not None
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokenizer's own EOS, as a set of one or none."""
+        return frozenset() if self._hf.eos_token_id is None else frozenset({self._hf.eos_token_id})
+
+    def token_bytes(self, token_id: int, skip_special: bool = True) -> bytes:
+        """The bytes that a token stands for; a character may need several tokens. Special tokens give none."""
+        if skip_special and token_id in self._special:
+            return b""
+        token = self._hf.convert_ids_to_tokens(token_id)
+        if not isinstance(token, str):
+            return b""
+        if self._byte_level:
+            table = unicode_to_byte()
+            if all(character in table for character in token):
+                return bytes(table[character] for character in token)
+            return token.encode()  # an added token, stored as plain text
+        if match := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token):
+            return bytes([int(match[1], 16)])
+        return token.replace("\u2581", " ").encode()
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(self._hf.all_special_ids) | {
+            token_id for token_id, token in self._hf.added_tokens_decoder.items() if token.special
+        }
+
+    @cached_property
+    def _drops_first_space(self) -> bool:
+        """SentencePiece puts a space before a text and takes it away again; an answer goes on from its prompt."""
+        return not self._byte_level and self._hf.backend_tokenizer.decoder.decode(["\u2581a"]) == "a"
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        """GPT-2's way of writing bytes (Qwen, Llama 3, SmolLM), as against SentencePiece's."""
+        return "ByteLevel" in json.dumps(json.loads(self._hf.backend_tokenizer.to_str()).get("decoder"))
+
+
+def whole(text: str) -> str:
+    """The text itself; half a character (a lone surrogate, as broken decoding leaves it) is refused."""
+    if half := re.search("[\ud800-\udfff]", text):
+        raise ValueError(f"the text holds {half[0]!r} at index {half.start()}, half a character: it has no tokens")
+    return text
+
+
+@cache
+def unicode_to_byte() -> dict[str, int]:
+    """GPT-2's table: printable bytes stand for themselves, the others for the characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
