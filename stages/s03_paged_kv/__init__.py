@@ -1,0 +1,1 @@
+"""Stage 03: paged KV cache, and attention over its blocks."""

@@ -1,0 +1,178 @@
+"""Paged attention and the K/V write in plain torch: the path of every CPU, and what the kernel is checked against.
+
+The idea in two lines: gather the keys of a row from its blocks, then attend as if they had never been scattered.
+Rows with one query (decode) go together in one masked call; rows with more go one by one, without padding.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from stages.s03_paged_kv.attention_plan import AttentionShape, check_lengths
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """Where the keys of each row lie, found once per step for all layers.
+
+    `decode_tokens` int64 [R1]: the tokens of rows with one query. `decode_slots` int64 [R1, S]: the slots of their
+    keys, padded to the longest. `decode_mask` bool [R1, 1, 1, S]: which of them exist; None if all do.
+    `chunks`: for each row with several queries its first token, its query count and its slots, int64 [seq_len].
+    """
+
+    decode_tokens: torch.Tensor
+    decode_slots: torch.Tensor
+    decode_mask: torch.Tensor | None
+    chunks: tuple[tuple[int, int, torch.Tensor], ...]
+
+
+def make_plan(
+    q_lens: Sequence[int], seq_lens: Sequence[int], block_table: torch.Tensor, shape: AttentionShape
+) -> GatherPlan:
+    """Plans one step: block_table is int32 [R, MB]. Raises ValueError for lengths that cannot be."""
+    check_lengths(q_lens, seq_lens)
+    device = block_table.device
+    starts = list(itertools.accumulate(q_lens, initial=0))
+    chunks = tuple(
+        (starts[row], q_len, _slots(block_table[row], torch.arange(seq_lens[row], device=device), shape.block_size))
+        for row, q_len in enumerate(q_lens)
+        if q_len > 1
+    )
+    single = [row for row, q_len in enumerate(q_lens) if q_len == 1 and seq_lens[row] > 0]
+    lens = torch.tensor([seq_lens[row] for row in single], dtype=torch.int64, device=device)[:, None]
+    longest = max((seq_lens[row] for row in single), default=0)
+    key = torch.arange(longest, device=device).expand(len(single), -1)
+    # A padding position repeats the row's last key instead of reading block 0: no mask can undo a NaN in V.
+    slots = _slots(block_table[single], torch.minimum(key, lens - 1), shape.block_size)
+    ragged = any(seq_lens[row] != longest for row in single)
+    mask = (key < lens)[:, None, None] if ragged else None
+    tokens = torch.tensor([starts[row] for row in single], dtype=torch.int64, device=device)
+    return GatherPlan(tokens, slots, mask, chunks)
+
+
+def _slots(table: torch.Tensor, key: torch.Tensor, block_size: int) -> torch.Tensor:
+    """The slot of each logical key: its block times the block size, plus its offset in the block."""
+    return table.long().gather(-1, key // block_size) * block_size + key % block_size
+
+
+def store_kv(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Writes k, v [T, Hkv, D] into the caches [NB, BS, Hkv, D] at slot_mapping [T] int64 (block * BS + offset).
+
+    Padding tokens take slot 0 of block 0. Raises IndexError for a slot outside the cache: torch would let -1 pass, and
+    write to the last slot of somebody's block.
+    """
+    check_store(k, v, k_cache, v_cache, slot_mapping)
+    num_slots, block_size = k_cache.shape[0] * k_cache.shape[1], k_cache.shape[1]
+    low, high = (int(bound) for bound in slot_mapping.aminmax()) if slot_mapping.numel() else (0, 0)
+    if low < 0 or high >= num_slots:
+        raise IndexError(f"slots {low} to {high} asked for; the cache has slots 0 to {num_slots - 1}")
+    for new, cache in ((k, k_cache), (v, v_cache)):
+        if _is_flat(cache):
+            cache.view(num_slots, *cache.shape[2:]).index_copy_(0, slot_mapping, new.to(cache.dtype))
+        else:
+            cache[slot_mapping // block_size, slot_mapping % block_size] = new.to(cache.dtype)
+
+
+def _is_flat(cache: torch.Tensor) -> bool:
+    """Whether slot s lies at s * stride(1): then one index finds it, 4 to 7 times faster in torch than two."""
+    return cache.stride(0) == cache.shape[1] * cache.stride(1)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_q: torch.Tensor,
+    plan: GatherPlan,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of new tokens over the cached keys of their rows, the new ones included.
+
+    q [T, Hq, D]; k_cache, v_cache [NB, BS, Hkv, D], strides free but for the last; block_table int32 [R, MB];
+    seq_lens int32 [R], the keys of each row; cu_q int32 [R + 1], where each row's queries start; `plan` of the same
+    lengths; `scale` usually D ** -0.5. Query i of row r stands at position seq_len - q_len + i. Returns [T, Hq, D].
+    A padding row (one query, no key) yields zeros. Raises ValueError for tensors that do not fit each other.
+    """
+    check_attention(q, k_cache, v_cache, block_table, seq_lens, cu_q)
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads = k_cache.shape[2]
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    if plan.decode_tokens.numel():
+        # The heads of a group become query rows of their KV head: each key is read once, and nothing is repeated.
+        packed = q.index_select(0, plan.decode_tokens).view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        k = _gather(k_cache, plan.decode_slots).transpose(1, 2)  # [R1, Hkv, S, D]
+        v = _gather(v_cache, plan.decode_slots).transpose(1, 2)
+        o = F.scaled_dot_product_attention(packed, k, v, attn_mask=plan.decode_mask, scale=scale)
+        out[plan.decode_tokens] = o.reshape(-1, num_heads, head_dim)
+    for start, q_len, slots in plan.chunks:
+        k = _gather(k_cache, slots).transpose(0, 1)[None]  # [1, Hkv, S, D]
+        v = _gather(v_cache, slots).transpose(0, 1)[None]
+        rows = q[start : start + q_len].transpose(0, 1)[None]  # [1, Hq, q_len, D]
+        # SDPA's is_causal lines up the first query with the first key: right only when all keys are new.
+        fresh = q_len == slots.numel()
+        mask = None if fresh else _causal_mask(q_len, slots.numel(), q.device)
+        o = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, is_causal=fresh, scale=scale, enable_gqa=True)
+        out[start : start + q_len] = o[0].transpose(0, 1)
+    return out
+
+
+def _causal_mask(q_len: int, seq_len: int, device: torch.device) -> torch.Tensor:
+    """bool [q_len, seq_len], aligned bottom-right: the last query sees every key."""
+    return torch.ones(q_len, seq_len, dtype=torch.bool, device=device).tril(seq_len - q_len)
+
+
+def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The cache's entries [..., Hkv, D] at slots [...]."""
+    if not _is_flat(cache):
+        return cache[slots // cache.shape[1], slots % cache.shape[1]]
+    flat = cache.view(-1, *cache.shape[2:])
+    return flat.index_select(0, slots.flatten()).view(*slots.shape, *cache.shape[2:])
+
+
+def check_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_q: torch.Tensor,
+) -> None:
+    """Shapes, dtypes and strides that both versions rely on; ValueError says which is wrong. Reads no data."""
+    _check_caches(k_cache, v_cache)
+    if q.ndim != 3 or q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2] or q.dtype != k_cache.dtype:
+        raise ValueError(f"q {list(q.shape)} {q.dtype} does not fit a cache {list(k_cache.shape)} {k_cache.dtype}")
+    rows = seq_lens.shape[0]
+    if block_table.ndim != 2 or block_table.shape[0] != rows or cu_q.shape != (rows + 1,):
+        shapes = f"block_table {list(block_table.shape)}, seq_lens [{rows}], cu_q {list(cu_q.shape)}"
+        raise ValueError(f"{shapes}: row counts differ")
+    if q.stride(2) != 1 or block_table.stride(1) != 1:
+        raise ValueError(f"last strides must be 1: q {q.stride(2)}, block_table {block_table.stride(1)}")
+
+
+def check_store(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """The same for `store_kv`."""
+    _check_caches(k_cache, v_cache)
+    if k.shape != v.shape or k.ndim != 3 or k.shape[1:] != k_cache.shape[2:] or slot_mapping.shape != k.shape[:1]:
+        shapes = f"k {list(k.shape)}, v {list(v.shape)}, slots {list(slot_mapping.shape)}"
+        raise ValueError(f"{shapes} do not fit a cache {list(k_cache.shape)}")
+    if k.stride(2) != 1 or v.stride(2) != 1:
+        raise ValueError(f"last strides must be 1: k {k.stride(2)}, v {v.stride(2)}")
+
+
+def _check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    if k_cache.ndim != 4 or k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride():
+        raise ValueError(
+            f"k_cache {list(k_cache.shape)} {k_cache.stride()} and v_cache {list(v_cache.shape)} {v_cache.stride()}: "
+            "both must be [NB, BS, Hkv, D] with the same strides"
+        )
+    if k_cache.stride(3) != 1:
+        raise ValueError(f"a cache's last stride must be 1, not {k_cache.stride(3)}")
