@@ -43,6 +43,8 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1")] = "auto",
     dtype: Annotated[Dtype, typer.Option()] = Dtype.auto,
+    max_model_len: Annotated[int | None, typer.Option(help="Prompt and answer together, in tokens.")] = None,
+    kv_cache_mb: Annotated[float | None, typer.Option(help="Memory for the KV cache, in MB; from stage 2 on.")] = None,
 ) -> None:
     """Answer prompts, streaming the text as it comes."""
     started = time.perf_counter()
@@ -54,7 +56,15 @@ def generate(
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop or ()
         )
-        llm = engine_of(stage)(model, device=device, dtype=dtype.value, progress=sys.stderr.isatty())
+        sizes = {} if kv_cache_mb is None else {"kv_cache_mb": kv_cache_mb}
+        llm = engine_of(stage)(
+            model,
+            device=device,
+            dtype=dtype.value,
+            max_model_len=max_model_len,
+            progress=sys.stderr.isatty(),
+            **sizes,
+        )
         as_chat = not raw and llm.tokenizer is not None and llm.tokenizer.has_chat_template
         typer.secho(f"{llm.folder.name} ready in {time.perf_counter() - started:.1f} s", dim=True, err=True)
         for prompt in prompts:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -42,7 +44,7 @@ class BaseLLM:
         self.config = ModelConfig.from_dir(self.folder)
         if max_model_len is not None:
             check_int("max_model_len", max_model_len, 1, self.config.max_len)
-        self.max_model_len = max_model_len or self.config.max_len
+        self.max_model_len, self.length_given = max_model_len or self.config.max_len, max_model_len is not None
         self.tokenizer = Tokenizer(self.folder) if (self.folder / "tokenizer.json").exists() else None
         eos = self.config.eos_token_ids | (self.tokenizer.eos_token_ids if self.tokenizer else frozenset())
         eos = frozenset(token_id for token_id in eos if 0 <= token_id < self.config.vocab_size)  # -1 stands for none
@@ -62,6 +64,14 @@ class BaseLLM:
     def make_ops(self) -> Ops:
         """The operations that serve this model."""
         return TORCH_OPS
+
+    def shorten(self, max_model_len: int) -> None:
+        """Lower `max_model_len` to what memory holds, and say so; a length that the caller gave stays."""
+        if 0 < max_model_len < self.max_model_len and not self.length_given:
+            message = f"max_model_len is {max_model_len} tokens, not {self.max_model_len}: the KV cache holds no more"
+            warnings.warn(f"{message}; raise kv_cache_mb for longer sequences", stacklevel=3)
+            self.max_model_len = max_model_len
+            self.requests = replace(self.requests, max_model_len=max_model_len)
 
     def run(self, requests: Sequence[PromptRequest]) -> Iterator[TokenEvent]:
         """Bring every answer of every request to its end, one event per token. Each stage does this in its own way."""

@@ -9,10 +9,20 @@ from torch import Tensor
 
 from stages.s01_forward.config import ModelConfig
 
+DEFAULT_KV_MB = 2048.0  # the cache's budget where the caller names none, in units of 2^20 bytes
+
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """2 (K and V) x layers x KV heads x head_dim x bytes per element: what one token costs, in bytes."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def tokens_held(
+    megabytes: float, config: ModelConfig, dtype: torch.dtype, *, block_size: int = 1, spare_blocks: int = 0
+) -> int:
+    """How many tokens a budget (in units of 2^20 bytes) holds, in whole blocks, `spare_blocks` of them set aside."""
+    blocks = int(megabytes * 2**20) // (kv_bytes_per_token(config, dtype) * block_size)
+    return max(0, blocks - spare_blocks) * block_size
 
 
 def tokens_that_fit(
@@ -24,12 +34,9 @@ def tokens_that_fit(
     block_size: int = 1,
     spare_blocks: int = 0,
 ) -> int:
-    """How many tokens a budget (in units of 2^20 bytes) holds, in whole blocks, `spare_blocks` of them set aside.
-
-    Raises ValueError if that is less than one sequence of `max_model_len` tokens may need.
-    """
+    """`tokens_held`. Raises ValueError if that is less than one sequence of `max_model_len` tokens may need."""
     each = kv_bytes_per_token(config, dtype)
-    tokens = max(0, int(megabytes * 2**20) // (each * block_size) - spare_blocks) * block_size
+    tokens = tokens_held(megabytes, config, dtype, block_size=block_size, spare_blocks=spare_blocks)
     if tokens < max_model_len:
         blocks = -(-max_model_len // block_size) + spare_blocks
         needed = -(-blocks * block_size * each // 2**20)

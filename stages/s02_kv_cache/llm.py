@@ -20,23 +20,26 @@ from stages.s01_forward.sampling_params import check_float, check_int
 from stages.s02_kv_cache.batch import Batch, Row
 from stages.s02_kv_cache.context import CachedContext
 from stages.s02_kv_cache.contiguous_cache import ContiguousCache
-from stages.s02_kv_cache.kv_store import KVStore, tokens_that_fit
+from stages.s02_kv_cache.kv_store import DEFAULT_KV_MB, KVStore, tokens_held, tokens_that_fit
 from stages.s02_kv_cache.sequence import Sequence
 
 
 class LLM(BaseLLM):
     """Answers run in waves of up to `max_num_seqs`; a wave lasts as long as its longest answer.
 
-    kv_cache_mb: the cache's budget in units of 2^20 bytes. All of it that `max_num_seqs` pages of `max_model_len`
-    tokens need is taken at once.
+    kv_cache_mb: the cache's budget in units of 2^20 bytes, 2,048 by default, when `max_model_len` is lowered if it must
+    be. All of it that `max_num_seqs` pages of `max_model_len` tokens need is taken at once.
     """
 
     def __init__(
-        self, model: str | Path = "demo", *, max_num_seqs: int = 8, kv_cache_mb: float = 2048, **options: Any
+        self, model: str | Path = "demo", *, max_num_seqs: int = 8, kv_cache_mb: float | None = None, **options: Any
     ) -> None:
         check_int("max_num_seqs", max_num_seqs, 1)
-        check_float("kv_cache_mb", kv_cache_mb, 0, open_low=True)
+        check_float("kv_cache_mb", DEFAULT_KV_MB if kv_cache_mb is None else kv_cache_mb, 0, open_low=True)
         super().__init__(model, **options)
+        if kv_cache_mb is None:
+            kv_cache_mb = DEFAULT_KV_MB
+            self.shorten(tokens_held(kv_cache_mb, self.config, self.dtype))
         tokens = tokens_that_fit(kv_cache_mb, self.config, self.dtype, self.max_model_len)
         self.cache = ContiguousCache(min(max_num_seqs, tokens // self.max_model_len), self.max_model_len)
         self.store = KVStore(

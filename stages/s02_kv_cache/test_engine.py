@@ -110,3 +110,17 @@ def test_the_whole_length_of_the_model_can_be_used(llm):
         (output,) = llm.generate([[9] * length], SamplingParams(max_tokens=None, ignore_eos=True))
         assert (len(output.token_ids), output.finish_reason) == (64 - length, "length")
     assert all_free(llm)
+
+
+def test_length_is_lowered_to_the_default_budget(tiny, monkeypatch):
+    """Nobody named a budget or a length: what fits is served, and a warning says so. A named length is not lowered."""
+    monkeypatch.setattr("stages.s02_kv_cache.llm.DEFAULT_KV_MB", 0.1)
+    with pytest.warns(UserWarning, match="max_model_len is 136 tokens, not 256"):
+        llm = LLM(tiny("qwen2"), device="cpu")
+    assert llm.max_model_len == 136
+    (output,) = llm.generate([[5] * 130], SamplingParams(max_tokens=None, ignore_eos=True))
+    assert (len(output.token_ids), output.finish_reason) == (6, "length")
+    with pytest.raises(ValueError, match="136"):
+        llm.generate([[5] * 136])
+    with pytest.raises(ValueError, match="holds 136 tokens.*grow to 200"):
+        LLM(tiny("qwen2"), device="cpu", max_model_len=200)

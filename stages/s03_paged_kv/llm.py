@@ -18,7 +18,7 @@ from stages.s01_forward.outputs import TokenEvent
 from stages.s01_forward.sampler import sample
 from stages.s01_forward.sampling_params import check_float, check_int
 from stages.s02_kv_cache.batch import Batch, Row
-from stages.s02_kv_cache.kv_store import KVStore, tokens_that_fit
+from stages.s02_kv_cache.kv_store import DEFAULT_KV_MB, KVStore, tokens_held, tokens_that_fit
 from stages.s02_kv_cache.sequence import Sequence
 from stages.s03_paged_kv.attention_plan import AttentionShape
 from stages.s03_paged_kv.context import PagedContext
@@ -31,7 +31,8 @@ Wave = list[tuple[PromptRequest, list[Generation]]]
 class LLM(BaseLLM):
     """Answers run in waves of as many as the blocks can carry to their end, `max_num_seqs` at most.
 
-    kv_cache_mb: the cache's budget in units of 2^20 bytes. block_size: tokens per block, a multiple of 16 on a GPU.
+    kv_cache_mb: the cache's budget in units of 2^20 bytes, 2,048 by default, when `max_model_len` is lowered if it must
+    be. block_size: tokens per block; on a GPU 16, 32 or 64.
     """
 
     ops: PagedOps
@@ -41,20 +42,22 @@ class LLM(BaseLLM):
         model: str | Path = "demo",
         *,
         max_num_seqs: int = 64,
-        kv_cache_mb: float = 2048,
+        kv_cache_mb: float | None = None,
         block_size: int = 16,
         **options: Any,
     ) -> None:
         check_int("max_num_seqs", max_num_seqs, 1)
         check_int("block_size", block_size, 1)
-        check_float("kv_cache_mb", kv_cache_mb, 0, open_low=True)
+        check_float("kv_cache_mb", DEFAULT_KV_MB if kv_cache_mb is None else kv_cache_mb, 0, open_low=True)
         super().__init__(model, **options)
         self.max_num_seqs = max_num_seqs
-        tokens = tokens_that_fit(
-            kv_cache_mb, self.config, self.dtype, self.max_model_len, block_size=block_size, spare_blocks=1
-        )
+        blocks: dict[str, int] = {"block_size": block_size, "spare_blocks": 1}  # the spare one is the dummy
+        if kv_cache_mb is None:
+            kv_cache_mb = DEFAULT_KV_MB
+            self.shorten(tokens_held(kv_cache_mb, self.config, self.dtype, **blocks))
+        tokens = tokens_that_fit(kv_cache_mb, self.config, self.dtype, self.max_model_len, **blocks)
         needed = max_num_seqs * -(-self.max_model_len // block_size)  # blocks; more could never be used
-        self.cache = PagedCache(1 + min(needed, tokens // block_size), block_size)  # the spare one is the dummy
+        self.cache = PagedCache(1 + min(needed, tokens // block_size), block_size)
         self.unpromised = self.cache.pool.num_free  # blocks that no wave counts on
         self.store = KVStore(self.config, self.cache.pool.num_blocks, block_size, device=self.device, dtype=self.dtype)
         self.shape = AttentionShape(
