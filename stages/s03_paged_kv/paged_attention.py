@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from stages.s02_kv_cache.attention import cached_attention
 from stages.s03_paged_kv.attention_plan import AttentionShape, check_lengths
 
 
@@ -112,20 +113,9 @@ def paged_attention(
         o = F.scaled_dot_product_attention(packed, k, v, attn_mask=plan.decode_mask, scale=scale)
         out[plan.decode_tokens] = o.reshape(-1, num_heads, head_dim)
     for start, q_len, slots in plan.chunks:
-        k = _gather(k_cache, slots).transpose(0, 1)[None]  # [1, Hkv, S, D]
-        v = _gather(v_cache, slots).transpose(0, 1)[None]
-        rows = q[start : start + q_len].transpose(0, 1)[None]  # [1, Hq, q_len, D]
-        # SDPA's is_causal lines up the first query with the first key: right only when all keys are new.
-        fresh = q_len == slots.numel()
-        mask = None if fresh else _causal_mask(q_len, slots.numel(), q.device)
-        o = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, is_causal=fresh, scale=scale, enable_gqa=True)
-        out[start : start + q_len] = o[0].transpose(0, 1)
+        rows = slice(start, start + q_len)
+        out[rows] = cached_attention(q[rows], _gather(k_cache, slots), _gather(v_cache, slots), scale)
     return out
-
-
-def _causal_mask(q_len: int, seq_len: int, device: torch.device) -> torch.Tensor:
-    """bool [q_len, seq_len], aligned bottom-right: the last query sees every key."""
-    return torch.ones(q_len, seq_len, dtype=torch.bool, device=device).tril(seq_len - q_len)
 
 
 def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
