@@ -33,7 +33,7 @@ def config_fields(folder: Path) -> dict[str, Any]:
             "num_heads": num_heads,
             "num_kv_heads": num_heads if num_kv_heads is None else size(raw, "num_key_value_heads"),
             "head_dim": read_head_dim(raw, family.default_head_dim),
-            "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
+            "rms_norm_eps": read_eps(raw),
             "max_position": size(raw, "max_position_embeddings"),
             "rope": read_rope(raw),
             "qkv_bias": attention_bias if family.qkv_bias is None else family.qkv_bias,
@@ -74,11 +74,21 @@ def read_head_dim(raw: dict[str, Any], default: int | None) -> int:
     return hidden_size // num_heads
 
 
+def read_eps(raw: dict[str, Any]) -> float:
+    """What keeps a norm from dividing by zero."""
+    eps = raw.get("rms_norm_eps", 1e-6)
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < 1:
+        raise ValueError(f"config.json: rms_norm_eps is {eps!r}; it must be a number of at least 0 and below 1")
+    return float(eps)
+
+
 def token_id_set(value: int | list[int] | None) -> set[int]:
-    """Token ids as files state them (`null`, one id, a list of ids), as a set."""
-    if value is None:
-        return set()
-    return set(value) if isinstance(value, list) else {value}
+    """EOS ids as files state them (`null`, one id, a list of ids), as a set."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise ValueError(f"eos_token_id is {value!r}; it must be a token id or a list of token ids")
+    return set(ids)
 
 
 def read_dtype(raw: dict[str, Any]) -> torch.dtype | None:

@@ -63,6 +63,11 @@ class Generation:
             text += self._finish_text()
         return self._event(sampled.token_id, text)
 
+    def fail(self, error: str) -> None:
+        """End the answer with an error that no token brought; what there is of it stays."""
+        if self.finish_reason in (None, "length"):
+            self.finish_reason, self.error = "error", error
+
     def output(self) -> CompletionOutput:
         """The answer so far."""
         return CompletionOutput(

@@ -7,8 +7,12 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from stages.s01_forward.generation import Generation
 from stages.s01_forward.outputs import RequestOutput, Timings, TokenLogprob
+from stages.s01_forward.sampler import NOT_FINITE, prompt_logprobs
 from stages.s01_forward.sampling_params import SamplingParams, check_int
 from stages.s01_forward.tokenizer import Tokenizer
 
@@ -27,6 +31,14 @@ class PromptRequest:
     arrival: float = field(default_factory=time.perf_counter)
     first_token: float | None = None  # seconds after arrival
     finished: float | None = None
+
+    def score(self, logits: Tensor) -> None:
+        """Take the prompt's log-probabilities from logits [T, V] of all its positions; NaN ends the request instead."""
+        if bool(torch.isfinite(logits.amax(-1)).all()):
+            self.prompt_logprobs = prompt_logprobs(logits, self.prompt_token_ids, self.params)
+            return
+        for generation in self.generations:
+            generation.fail(NOT_FINITE)
 
     def note_time(self) -> None:
         """Call after each token: keeps when the first came and when the last answer ended."""

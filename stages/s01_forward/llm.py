@@ -12,7 +12,7 @@ from stages.s01_forward.frontend import BaseLLM
 from stages.s01_forward.inputs import PromptRequest
 from stages.s01_forward.model import Model
 from stages.s01_forward.outputs import TokenEvent
-from stages.s01_forward.sampler import prompt_logprobs, sample
+from stages.s01_forward.sampler import sample
 
 
 class LLM(BaseLLM):
@@ -40,5 +40,4 @@ def hidden_states(model: Model, token_ids: Sequence[int]) -> Tensor:
 def score_prompt(model: Model, request: PromptRequest) -> None:
     """Fill in the request's `prompt_logprobs`, if it wants them: row t of the logits [T, V] scores token t + 1."""
     if request.params.prompt_logprobs is not None:
-        logits = model.logits(hidden_states(model, request.prompt_token_ids))
-        request.prompt_logprobs = prompt_logprobs(logits, request.prompt_token_ids, request.params)
+        request.score(model.logits(hidden_states(model, request.prompt_token_ids)))

@@ -39,9 +39,7 @@ def read_rope(raw: dict[str, Any]) -> RopeConfig:
     Two spellings exist: `rope_theta` with `rope_scaling`, and one table `rope_parameters`; the type is
     `rope_type` or, in old files, `type`. A base that is stated nowhere is 10,000, as in Hugging Face.
     """
-    table = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(table, dict):
-        raise ValueError(f"config.json: the rotary settings are {table!r}; they must be a JSON object")
+    table = rope_settings(raw)
     kind = table.get("rope_type") or table.get("type") or "default"
     if kind not in INV_FREQ:
         raise UnsupportedModel(f"rope_type {kind!r} is not supported; supported are {', '.join(INV_FREQ)}")
@@ -49,7 +47,7 @@ def read_rope(raw: dict[str, Any]) -> RopeConfig:
         raise UnsupportedModel("partial_rotary_factor is not supported; every element of a head must be rotated")
     original = raw.get("original_max_position_embeddings") or table.get("original_max_position_embeddings")
     config = RopeConfig(
-        theta=float(table.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
+        theta=float(table.get("rope_theta", raw.get("rope_theta", 10_000.0))),
         type=kind,
         factor=float(table["factor"]) if kind != "default" else 1.0,
         original_length=original or raw["max_position_embeddings"],
@@ -60,11 +58,28 @@ def read_rope(raw: dict[str, Any]) -> RopeConfig:
         attention_factor=yarn_attention_factor(table) if kind == "yarn" else 1.0,
         truncate=table.get("truncate", True),
     )
-    if config.theta <= 1 or config.factor < 1:
+    if not (1 < config.theta < math.inf and 1 <= config.factor < math.inf):  # NaN is in no range
         raise ValueError(
             f"config.json: rope_theta is {config.theta} (above 1 is needed), factor is {config.factor} (at least 1)"
         )
     return config
+
+
+def rope_settings(raw: dict[str, Any]) -> dict[str, Any]:
+    """The one table of rotary settings. What would leave a stated value unused is refused, not ignored."""
+    old, new = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
+    for table in (old, new):
+        if not isinstance(table, dict):
+            raise ValueError(f"config.json: the rotary settings are {table!r}; they must be a JSON object")
+        if any(isinstance(value, dict) for value in table.values()):
+            raise UnsupportedModel(f"rotary settings per kind of layer ({', '.join(table)}) are not supported")
+        if table.get("type", table.get("rope_type")) != table.get("rope_type", table.get("type")):
+            raise ValueError(f"config.json: rope type is {table['type']!r} and {table['rope_type']!r} in one table")
+        if (table.get("rope_type") or table.get("type") or "default") == "default" and (table.get("factor") or 1) != 1:
+            raise ValueError(f"config.json: a rotary factor of {table['factor']} needs a rope_type that scales")
+    if old and new and old != new:
+        raise ValueError(f"config.json: rope_scaling {old} and rope_parameters {new} disagree")
+    return old or new
 
 
 def yarn_attention_factor(table: dict[str, Any]) -> float:

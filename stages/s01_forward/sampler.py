@@ -18,6 +18,8 @@ from stages.s01_forward.noise import exponential_noise
 from stages.s01_forward.outputs import SampledToken, TokenLogprob
 from stages.s01_forward.sampling_params import SamplingParams
 
+NOT_FINITE = "no token can be chosen: the logits are not finite numbers"
+
 
 class SampleRow(Protocol):
     """What the sampler needs to know of a sequence."""
@@ -47,7 +49,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     sampled = []
     for i, (row, token_id) in enumerate(zip(rows, token_ids, strict=True)):
         if token_id < 0:
-            sampled.append(SampledToken(-1, error="no token can be chosen: the logits are not finite numbers"))
+            sampled.append(SampledToken(-1, error=NOT_FINITE))
         elif i in logprobs:
             sampled.append(SampledToken(token_id, top_logprobs(logprobs[i], token_id, row.params.logprobs or 0)))
         else:

@@ -45,6 +45,10 @@ class SamplingParams:
         check_kind("stop", self.stop, (list, tuple), "text or a list of texts")
         check_kind("stop_token_ids", self.stop_token_ids, (list, tuple), "a list of token ids")
         check_kind("logit_bias", self.logit_bias, Mapping, "a mapping from token ids to numbers")
+        # Copies: what the caller does with its own lists later was never checked.
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         check_kind("ignore_eos", self.ignore_eos, bool, "True or False")
         if self.max_tokens is not None:
             check_int("max_tokens", self.max_tokens, 0 if self.prompt_logprobs is not None else 1)

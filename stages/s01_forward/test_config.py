@@ -177,7 +177,7 @@ def test_a_window_that_is_on_is_refused(family, keys, read):
 
 
 def test_the_model_does_not_window_when_the_switch_is_off(tiny, tmp_path):
-    """Bit-equal logits at all positions, also past the window's length. huggingface/transformers#38002."""
+    """The keys of a window change nothing while the switch is off. huggingface/transformers#38002."""
     from tests.scripted import edited
 
     keys = {"sliding_window": 4, "use_sliding_window": False, "max_window_layers": 0, "layer_types": ...}
@@ -253,3 +253,15 @@ def test_broken_file(content, words, tmp_path):
 def test_no_model_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"not a model folder: it has no config\.json"):
         ModelConfig.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize("eps", [float("nan"), -1.0, None, "1e-6", 1.0, True])
+def test_norm_epsilons_that_cannot_be(eps, read):
+    with pytest.raises(ValueError, match="rms_norm_eps is"):
+        read("Qwen2", rms_norm_eps=eps)
+
+
+@pytest.mark.parametrize("eos", ["9", [[9]], 9.0, True, [5, "9"]])
+def test_eos_ids_that_are_no_ids(eos, read):
+    with pytest.raises(ValueError, match="eos_token_id is"):
+        read("Qwen2", eos_token_id=eos)

@@ -44,7 +44,9 @@ class TestRmsNorm:
 
     def test_fp16_squares_do_not_overflow(self):
         x = torch.full((1, 4), 1000.0, dtype=torch.float16)
-        assert torch.equal(rms_norm(x, torch.ones(4, dtype=torch.float16), 1e-6), torch.ones(1, 4, dtype=torch.float16))
+        normed = rms_norm(x, torch.ones(4, dtype=torch.float16), 1e-6)
+        words = f"1000 squared is too large for fp16: take the mean of the squares in fp32; got {normed.tolist()}"
+        assert torch.equal(normed, torch.ones(1, 4, dtype=torch.float16)), words
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     def test_bits_of_hugging_face(self, dtype):

@@ -11,14 +11,17 @@ from reference import hf
 from reference.checkpoints import MODEL_VOCAB_SIZE, TINY, tiny_names
 from stages.s01_forward.config import ModelConfig
 from stages.s01_forward.context import NoCache
-from stages.s01_forward.llm import hidden_states
+from stages.s01_forward.llm import LLM, hidden_states
 from stages.s01_forward.loader import load_model
 from stages.s01_forward.model import Attention, Model
 from stages.s01_forward.moe import SparseMLP
 from stages.s01_forward.ops import TORCH_OPS
 from stages.s01_forward.rope import RopeConfig, rope_table
+from stages.s01_forward.sampling_params import SamplingParams
+from tests.scripted import edited
 
 TOLERANCE = 1e-4
+NAN = float("nan")
 every_checkpoint = pytest.mark.parametrize("name", [name for name, made in TINY.items() if made.dtype == "float32"])
 
 
@@ -177,3 +180,29 @@ def test_core_can_be_read_in_one_sitting():
         for name in ("config", "layers", "model", "llm")
     )
     assert lines < 300
+
+
+def test_both_spellings_of_the_rotary_base_give_the_same_logits(tiny):
+    """A base other than the default reaches the angles, under its old key and its new one. sgl-project/sglang#14745."""
+    source, ids = tiny("qwen3"), some_ids(40, 4)
+
+    def with_rope(name: str, **keys) -> Path:
+        return edited(source, source.parent / name, json_files={"config.json": {"rope_parameters": ..., **keys}})
+
+    old = with_rope("old-theta", rope_theta=1e6)
+    new = with_rope("new-theta", rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    first, second, default = (logits_of(load_model(f), ids) for f in (old, new, with_rope("no-theta")))
+    assert torch.equal(first, second)
+    assert (first - hf.logits(new, ids)).abs().max() <= TOLERANCE
+    assert (first - default).abs().max() > 0.1
+
+
+def test_a_prompt_whose_logits_are_nan_is_an_error_not_a_score(tiny):
+    llm = LLM(tiny("qwen2"), device="cpu")
+    llm.model.embed_tokens.weight[7] = NAN
+    for max_tokens in (0, 3):
+        params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=1, ignore_eos=True)
+        bad, good = llm.generate([[5, 7], [5, 6]], params)
+        assert (bad.finish_reason, bad.prompt_logprobs, bad.token_ids) == ("error", None, [])
+        assert "not finite" in bad.outputs[0].error
+        assert (good.finish_reason, len(good.prompt_logprobs), len(good.token_ids)) == ("length", 2, max_tokens)

@@ -156,3 +156,30 @@ def test_refused(raw, error, words):
     """What is not known is refused, not ignored. lablup/mlxcel#1355."""
     with pytest.raises(error, match=words):
         read_rope({"max_position_embeddings": 64, **raw})
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "words"),
+    [
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, UnsupportedModel, "full_attention"),
+        ({"rope_scaling": {"factor": 4.0}}, ValueError, "factor of 4.0 needs a rope_type"),
+        (
+            {"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 4.0}},
+            ValueError,
+            "'linear'.*'default'",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e6}},
+            ValueError,
+            "disagree",
+        ),
+        ({"rope_theta": 0}, ValueError, "rope_theta is 0.0"),
+        ({"rope_theta": float("nan")}, ValueError, "rope_theta is nan"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": float("nan")}}, ValueError, "factor is nan"),
+    ],
+    ids=str,
+)
+def test_settings_that_would_be_ignored_are_refused(keys, error, words):
+    """A value that the file states is used or refused, never replaced by a default. lablup/mlxcel#1355."""
+    with pytest.raises(error, match=words):
+        read_rope({"max_position_embeddings": 64, **keys})

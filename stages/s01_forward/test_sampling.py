@@ -200,6 +200,13 @@ def test_neighbours_with_histories_of_other_lengths():
     assert chosen(logits.flip(0), rows[::-1]) == chosen(logits, rows)[::-1]
 
 
+def test_a_history_is_not_filled_up_with_id_0():
+    """A longer neighbour does not penalise the natural answer. huggingface/text-generation-inference#1765."""
+    logits = torch.tensor([[3.0, 2.5, 0.0, 0.0]] * 3)
+    rows = [row(output=[2], frequency_penalty=1.0), row(output=[3, 3, 3], frequency_penalty=1.0), row(output=[1] * 5)]
+    assert chosen(logits, rows) == [0, 0, 0]
+
+
 # ---- numbers at the edge ---------------------------------------------------------------------------------------------
 
 
@@ -217,7 +224,7 @@ def test_smallest_temperature_that_draws():
     """fp16 logits at the end of their range: the quotient must not overflow."""
     logits = torch.tensor([[65504.0, 65500.0, -65504.0]], dtype=torch.float16)
     assert {chosen(logits, [row(temperature=2e-5, seed=s)])[0] for s in range(20)} <= {0, 1}
-    assert chosen(torch.tensor([[3e38, 1e38, -3e38]]), [row(temperature=2e-5, seed=1)]) == [0]
+    assert chosen(torch.tensor([[1e38, 3e38, -3e38]]), [row(temperature=2e-5, seed=1)]) == [1]
 
 
 def test_largest_temperature_draws_evenly_and_keeps_bans():
@@ -368,3 +375,12 @@ def test_prompt_logprobs_are_shifted_by_one():
     for i in range(1, 5):
         assert entries[i].logprob == pytest.approx(logits[i - 1].log_softmax(-1)[prompt[i]].item())
         assert entries[i].top[0][0] == logits[i - 1].argmax().item()
+
+
+def test_what_the_caller_does_with_its_lists_later_changes_nothing():
+    stop, ids, bias = ["a"], [3], {4: 1.0}
+    params = SamplingParams(stop=stop, stop_token_ids=ids, logit_bias=bias)
+    stop.append(5)
+    ids.append("x")
+    bias[6] = float("nan")
+    assert (list(params.stop), list(params.stop_token_ids), dict(params.logit_bias)) == (["a"], [3], {4: 1.0})

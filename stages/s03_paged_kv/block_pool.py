@@ -72,4 +72,6 @@ class BlockPool:
         for block, times in Counter(blocks).items():
             owners = self.ref_counts[block] if DUMMY < block < self.num_blocks else 0
             if times > owners:
-                raise RuntimeError(f"block {block} has {owners} owners: {times} cannot share it or give it back")
+                raise RuntimeError(
+                    f"block {block} has {owners} owners, so it cannot be shared or given back {times} times"
+                )

@@ -69,6 +69,7 @@ class LLM(BaseLLM):
         return paged_ops(self.device)
 
     def run(self, requests: Rows[PromptRequest]) -> Iterator[TokenEvent]:
+        self.check_room(requests)
         for request in requests:
             score_prompt(self.model, request)
         for wave, blocks in self.waves(requests):
@@ -77,6 +78,23 @@ class LLM(BaseLLM):
                 yield from self.run_wave(wave)
             finally:
                 self.unpromised += blocks
+
+    def blocks_of(self, request: PromptRequest, generation: Generation) -> tuple[int, int]:
+        """(shared, own): full blocks of the prompt, held once for all its answers, and those of this answer alone."""
+        prompt = len(request.prompt_token_ids)
+        shared = prompt // self.cache.block_size
+        # The last token is never written: nothing comes after it.
+        return shared, self.cache.blocks_for(prompt + generation.token_limit - 1) - shared
+
+    def check_room(self, requests: Rows[PromptRequest]) -> None:
+        """Refuse what streams that were begun before leave no room for, before anything is computed."""
+        pairs = [(request, each) for request in requests for each in request.generations if not each.finish_reason]
+        needed = max((sum(self.blocks_of(*pair)) for pair in pairs), default=0)
+        if needed > self.unpromised:
+            raise RuntimeError(
+                f"an answer may need {needed} blocks, and streams that were begun before leave {self.unpromised}: "
+                "read them to their end or close them"
+            )
 
     def waves(self, requests: Rows[PromptRequest]) -> Iterator[tuple[Wave, int]]:
         """Group answers so that each wave fits the pool even if every answer grows to its limit.
@@ -87,23 +105,16 @@ class LLM(BaseLLM):
         wave: Wave = []
         count = blocks = 0
         for request in requests:
-            prompt = len(request.prompt_token_ids)
-            shared = prompt // self.cache.block_size  # full blocks of the prompt, held once for all its answers
             for generation in request.generations:
                 if generation.finish_reason is not None:
                     continue
-                # The last token is never written: nothing comes after it.
-                own = self.cache.blocks_for(prompt + generation.token_limit - 1) - shared
+                shared, own = self.blocks_of(request, generation)
                 joins = bool(wave) and wave[-1][0] is request
                 full = count == self.max_num_seqs or blocks + own + (0 if joins else shared) > self.unpromised
                 if wave and full:
                     yield wave, blocks
                     wave, count, blocks, joins = [], 0, 0, False
-                if own + shared > self.unpromised:
-                    raise RuntimeError(
-                        f"an answer may need {own + shared} blocks, and streams that were begun before leave "
-                        f"{self.unpromised}: read them to their end or close them"
-                    )
+                self.check_room([request])  # a stream may have been begun since
                 if joins:
                     wave[-1][1].append(generation)
                 else:

@@ -255,3 +255,17 @@ def test_no_more_memory_than_can_be_used(tiny):
 def test_bad_options_are_refused(options, words, tiny):
     with pytest.raises((ValueError, TypeError), match=words):
         LLM(tiny("qwen2"), device="cpu", **options)
+
+
+def test_an_answer_that_streams_leave_no_room_for_is_refused_before_any_work(tiny):
+    """The four that would have fitted are not computed and then lost."""
+    llm = LLM(tiny("qwen2"), device="cpu", block_size=4, kv_cache_mb=megabytes(8), max_model_len=32)
+    stream = llm.stream([[5, 6, 7]], SamplingParams(max_tokens=14, ignore_eos=True))
+    next(stream)
+    passes = []
+    hook = llm.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    with pytest.raises(RuntimeError, match="may need 5 blocks.*leave 4"):
+        llm.generate([[1], [2], [3], [4], [5] * 17], SamplingParams(max_tokens=3, prompt_logprobs=1))
+    hook.remove()
+    assert not passes
+    assert len(list(stream)) == 13
