@@ -1,7 +1,8 @@
-"""The one entry to the course: `python course.py demo` (Python 3.11 or newer; Linux, macOS, Windows).
+"""The one entry to the course: `python course.py demo` (Python 3.11 to 3.13; Linux, macOS, Windows).
 
-The first call makes `.venv` beside this file and installs what its command needs, at the versions in constraints.txt;
-later calls go straight to work. Nothing outside this folder is changed. This file needs the standard library only.
+The first call makes `.venv` beside this file. The first call of each kind (demo, check, notebooks, site) installs what
+it needs, at the versions in constraints.txt; from then on it goes straight to work. Nothing outside this folder is
+changed. This file needs the standard library only.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ usage: python course.py COMMAND ...
 
 try it
   demo [QUESTION]       a small real model answers, on the engine of the latest stage
-  generate, chat, download ...   the stepinfer command; `python course.py generate --help` says more
+  generate, download    the stepinfer command; `python course.py generate --help` says more
 
 learn (01 is the number of a stage, 01.2 of an exercise)
   start 01              cut the exercises of a stage into workspace/, for you to write
@@ -48,6 +49,7 @@ work on the course
   site [--serve]        build the site, or show it in the browser while you write
   notebooks [01 ...]    run the notebooks from top to bottom
   setup [EXTRA ...]     only install; extras: dev demo demo-model notebooks docs server gpu
+                        everything at once: setup dev demo demo-model notebooks docs
 
 options before the command
   --torch-index ADDRESS   take PyTorch from this package index too (or set STEPINFER_TORCH_INDEX)
@@ -57,7 +59,12 @@ The default question: {QUESTION}
 
 WORKSHOP = ("start", "check", "hint", "reveal", "diff", "reset", "progress")
 EXTRAS = {"demo", "demo-model", "dev", "notebooks", "docs", "server", "gpu"}
-STEPINFER = ("generate", "chat", "download", "serve", "bench")
+STEPINFER = ("generate", "download")
+LATER = {
+    "chat": 'comes with stage 09, the server. Until then: python course.py generate demo "your question"',
+    "serve": "comes with stage 09, the server.",
+    "bench": "comes with stage 09, the server. Each stage has its own: python -m stages.s01_forward.bench",
+}
 # What a command needs beyond the engine itself. `demo-model` is a package that ships the weights; see install().
 NEEDS = {
     "demo": {"demo", "demo-model"},
@@ -67,7 +74,6 @@ NEEDS = {
     "site": {"docs"},
     "notebooks": {"notebooks", "demo-model"},
     **dict.fromkeys(STEPINFER, {"demo", "demo-model"}),
-    "serve": {"demo", "demo-model", "server"},
 }
 
 
@@ -90,8 +96,15 @@ def main(argv: list[str]) -> int:
     if args.help or args.command is None:
         print(USAGE)
         return 0
+    if args.command in LATER:
+        print(f"{args.command} {LATER[args.command]}")
+        return 2
     if args.command not in known:
         print(f"There is no command {args.command!r}.\n\n{USAGE}")
+        return 2
+    if args.command == "demo" and any(word.startswith("--") for word in args.rest):
+        print("demo takes a question and nothing else; options belong to generate, for example:")
+        print('python course.py generate demo "Why is the sky blue?" --max-tokens 40')
         return 2
     extras = NEEDS.get(args.command, set())
     if args.command == "setup":
@@ -168,9 +181,13 @@ def install(extras: set[str], torch_index: str | None) -> None:
     done = json.loads(STAMP.read_text(encoding="utf-8")) if STAMP.exists() and PYTHON.exists() else {}
     if done.get("key") == key and extras <= set(done["extras"]):
         return
-    extras = extras | set(done.get("extras", []))
+    before = set(done.get("extras", []))
     begin = time.perf_counter()
-    print(f"Setting up {VENV.name} for: {', '.join(['the engine', *sorted(extras)])}. This happens once.", flush=True)
+    if done.get("key") == key:
+        print(f"Adding to {VENV.name}: {', '.join(sorted(extras - before))}.", flush=True)
+    else:
+        print(f"Setting up {VENV.name} for: {', '.join(['the engine', *sorted(extras | before)])}.", flush=True)
+    extras = extras | before
 
     if not has_pip():
         step("1/3 a Python environment of its own", [sys.executable, "-m", "venv", "--clear", str(VENV)])

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.patches import Rectangle
 from numpy.typing import ArrayLike
 
-from reference.picture import GREY, Picture, colour
+from reference.picture import COLOURS, GREY, Picture, colour
 
 
 def kv_blocks(
@@ -32,7 +32,7 @@ def kv_blocks(
             raise ValueError(f"block {block} uses {count} slots, but a block has 0 to {block_size}")
     columns = max(1, min(columns, len(owners)))
     rows = math.ceil(len(owners) / columns)
-    colours = {name: colour(i) for i, name in enumerate(dict.fromkeys(name for name in owners if name is not None))}
+    colours = _colours({name for name in owners if name is not None})
     picture = Picture(width=0.55 * columns + 0.4, height=0.62 * rows + 0.4)
     ax = picture.axes_grid()[0, 0]
     for block, (owner, count) in enumerate(zip(owners, used, strict=True)):
@@ -50,6 +50,18 @@ def kv_blocks(
     ax.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal")
     ax.axis("off")
     return picture
+
+
+def _colours(names: set[str]) -> dict[str, str]:
+    """A colour per name, the same in every picture, unless two names of one picture would have to share it."""
+    free = set(range(len(COLOURS)))
+    chosen: dict[str, str] = {}
+    for name in sorted(names, key=lambda name: (len(name), name)):  # "A" before "A, B"
+        wanted = sum(name.encode()) % len(COLOURS)
+        index = wanted if wanted in free or not free else min(free)
+        free.discard(index)
+        chosen[name] = COLOURS[index]
+    return chosen
 
 
 def causal_mask(queries: int, keys: int) -> Picture:

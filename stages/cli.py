@@ -112,4 +112,4 @@ class plain_errors:
 
 
 if __name__ == "__main__":
-    app()
+    app(prog_name="stepinfer")

@@ -303,6 +303,16 @@ class TestPictures:
         with pytest.raises(ValueError, match="block 1 uses 17 slots"):
             draw.kv_blocks([None, "A"], [0, 17], 16)
 
+    def test_an_owner_keeps_its_colour_from_picture_to_picture(self):
+        def colours(*owners: str) -> list[str]:
+            patches = draw.kv_blocks([None, *owners], [0] + [4] * len(owners), 4).axes[0].patches
+            return [patch.get_facecolor() for patch in patches if patch.get_linewidth() == 0]
+
+        a, b, c = colours("A", "B", "C")
+        assert len({a, b, c}) == 3
+        assert colours("B", "C", "D")[:2] == [b, c]
+        assert len(set(colours("1", "2", "3", "1, 2, 3"))) == 4, "sharing a block is a colour of its own"
+
     def test_mask_weights_and_rope(self):
         visible = [patch for patch in draw.causal_mask(2, 5).axes[0].patches if patch.get_alpha() == 1.0]
         assert len(visible) == 4 + 5

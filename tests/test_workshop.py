@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import course
+from stages.cli import app as stepinfer
 from stages.workshop import prove
 from stages.workshop.cut import cut, function_text, mutate, put_function
 from stages.workshop.exercises import CourseError, Exercise, Mutant, Stage, find_stage, read_stage, read_stages
@@ -108,6 +110,13 @@ def test_wrong_exercises_are_refused(toy: ToyCourse, old: str, new: str, words: 
         read_stage(folder)
 
 
+def test_an_exercise_may_belong_to_another_lesson(toy: ToyCourse):
+    text = MATHS_TOML.replace('title = "Area"', 'title = "Area"\nlesson = "docs/stages/01b-area.md"')
+    (toy.root / "stages/s01_toy/exercises.toml").write_text(text, encoding="utf-8")
+    assert "lesson: docs/stages/01-toy.md and docs/stages/01b-area.md." in toy.course("start", "01")[1]
+    assert '"01.2 Area: see docs/stages/01b-area.md"' in toy.mine().read_text(encoding="utf-8")
+
+
 # ---- the commands ----------------------------------------------------------------------------------------------------
 
 
@@ -133,6 +142,8 @@ def test_learner_goes_from_red_to_green(toy: ToyCourse):
     assert "green  01.1 Doubling: all 2 checks pass" in out
     assert "red    01.2 Area: 1 of 1 checks fail: function Shape.area" in out
     assert "assert 7 == 12" in out
+    assert "python course.py check 01.2 --verbose" in out
+    assert "Use -v" not in out
     assert "Red is what a fresh start" not in out
     assert toy.course("check", "01.1")[0] == 0
 
@@ -285,13 +296,63 @@ def test_file_that_does_not_import_is_red(toy: ToyCourse):
 
 
 @pytest.mark.parametrize(
-    "command", [["start", "77"], ["check", "02"], ["check", "01.9"], ["hint", "x"], ["reset", "01.1"], ["diff", "1"]]
+    ("command", "words"),
+    [
+        (["start", "77"], "no stage '77'"),
+        (["check", "02"], "python course.py start 02"),
+        (["check", "01.9"], "01.1 (Doubling), 01.2 (Area)"),
+        (["hint", "x"], "the form 01.2"),
+        (["reset", "01.1"], "python course.py start 01"),
+        (["reset", "02"], "For the whole stage: python course.py start 02 --force"),
+        (["reveal", "2"], "name one of its exercises. Stage 02 has: 02.1 (Quadrupling)"),
+    ],
 )
-def test_wrong_requests_get_a_sentence(toy: ToyCourse, command: list[str]):
+def test_wrong_requests_get_a_sentence(toy: ToyCourse, command: list[str], words: str):
     code, out = toy.course(*command)
     assert code == 1
-    assert out.strip()
+    assert words in out
     assert "Traceback" not in out
+
+
+def test_only_check_needs_the_development_tools(toy: ToyCourse):
+    hide = (
+        "import sys; sys.modules |= dict.fromkeys(('pytest', '_pytest', 'hypothesis', 'matplotlib', 'xdist', 'psutil'))"
+    )
+    run = f"{hide}; from stages.workshop.cli import app; app(prog_name='course')"
+    for command in (["start", "01"], ["start", "01"], ["hint", "01.1"], ["progress"], ["reset", "01.1", "--force"],
+                    ["diff", "01.1", "--force"], ["reveal", "01.1", "--force"]):  # fmt: skip
+        code, out = python(toy.root, "-c", run, *command)
+        assert code == 0, (command, out)
+    code, out = python(toy.root, "-c", run, "check", "01")
+    assert code == 1
+    assert "python course.py setup dev" in out
+    assert "Traceback" not in out
+
+
+# ---- course.py -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["chat"], "comes with stage 09"),
+        (["serve"], "comes with stage 09"),
+        (["bench"], "python -m stages.s01_forward.bench"),
+        (["demo", "Why?", "--max-tokens", "5"], "options belong to generate"),
+        (["stat", "01"], "There is no command 'stat'"),
+        (["setup", "cuda"], "There is no extra cuda"),
+    ],
+)
+def test_entry_says_what_it_cannot_do_before_it_installs(command: list[str], words: str):
+    code, out = python(ROOT, "course.py", *command)
+    assert code == 2
+    assert words in out
+
+
+def test_entry_offers_the_commands_that_are_there():
+    names = {command.name or command.callback.__name__ for command in stepinfer.registered_commands}
+    assert set(course.STEPINFER) == names
+    assert not set(course.LATER) & names
 
 
 # ---- the exercises of the stages -------------------------------------------------------------------------------------

@@ -61,9 +61,35 @@ def definitions(source: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-def extract(path: str, names: list[str]) -> str:
+def without_bodies(source: str, exercises: dict[str, str]) -> str:
+    """`source` with the body of each exercise (function → id), but for its docstring, replaced by its number."""
+    lines = source.splitlines()
+    found: list[tuple[int, int, str]] = []
+
+    def visit(nodes: list[ast.stmt], prefix: str) -> None:
+        for node in nodes:
+            if isinstance(node, ast.ClassDef):
+                visit(node.body, f"{prefix}{node.name}.")
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and prefix + node.name in exercises:
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                note = " " * body[0].col_offset + f"...  # exercise {exercises[prefix + node.name]}"
+                found.append(
+                    (
+                        node.body[0].end_lineno or 0 if body != node.body else body[0].lineno - 1,
+                        node.end_lineno or 0,
+                        note,
+                    )
+                )
+
+    visit(ast.parse(source).body, "")
+    for before, last, note in sorted(found, reverse=True):
+        lines[before:last] = [note]
+    return "\n".join(lines)
+
+
+def extract(path: str, names: list[str], without: dict[str, str] | None = None) -> str:
     """Source of the named definitions of a Python file, in the order asked for; the whole file without names."""
-    source = read(path)
+    source = without_bodies(read(path), without or {})
     if not names:
         return source.strip("\n")
     known = definitions(source)
@@ -90,17 +116,24 @@ def indented(text: str, by: str = "    ") -> str:
 
 
 def code(path: str, *names: str) -> str:
-    """The named parts of a file; folded where one is the solution of an exercise, so that no reader sees it unasked."""
-    block = fence(extract(path, list(names)), "python", f"{path} · {', '.join(names)}" if names else path)
-    shown = names or ("",)
-    solved = [
-        number
+    """The named parts of a file. No reader sees the solution of an exercise unasked: it is folded.
+
+    Functions that are all exercises are folded whole. Otherwise only the exercises' bodies are left out, and follow
+    below, folded.
+    """
+    parts = names or ("",)
+    solved = {
+        name: number
         for (file, name), number in solutions().items()
-        if file == path and any(part in ("", name) or name.startswith(part + ".") for part in shown)
-    ]
+        if file == path and any(part in ("", name) or name.startswith(part + ".") for part in parts)
+    }
+    title = f"{path} · {', '.join(names)}" if names else path
+    shown = fence(extract(path, list(names), without=solved), "python", title)
     if not solved:
-        return block
-    return f'??? success "Our {", ".join(names) or path}: the solution of {", ".join(solved)}"\n' + indented(block)
+        return shown
+    solution = fence(extract(path, list(solved)), "python", f"{path} · {', '.join(solved)}")
+    fold = f'??? success "Our {", ".join(solved)}: the solution of {", ".join(solved.values())}"\n' + indented(solution)
+    return fold if set(names) == set(solved) else f"{shown}\n\n{fold}"
 
 
 def diff(old: str, new: str) -> str:

@@ -1,5 +1,7 @@
 """The directives of the site's pages: what they include, and that a wrong name fails the build."""
 
+import re
+
 import pytest
 import site_includes
 from site_includes import KINDS, IncludeError, expand, extract, missing_checks, titles
@@ -18,7 +20,12 @@ class Box:
     size: int = 1
 
     def area(self):
+        """Of the box."""
+        # a comment
         return self.size**2
+
+    def volume(self):
+        return 0
 '''
 
 
@@ -48,7 +55,10 @@ checks = ["test_layers.py"]
 def test_functions_methods_classes_and_constants(repository):
     path = "stages/s01_forward/layers.py"
     assert extract(path, ["first"]).startswith("@decorated\ndef first(x):")
-    assert extract(path, ["Box.area"]) == "def area(self):\n    return self.size**2"
+    assert (
+        extract(path, ["Box.area"])
+        == 'def area(self):\n    """Of the box."""\n    # a comment\n    return self.size**2'
+    )
     assert extract(path, ["LIMIT", "Box"]) == "LIMIT = 3\n\n\n" + SOURCE[SOURCE.index("class Box") :].strip()
     assert extract(path, []) == SOURCE.strip()
 
@@ -61,11 +71,19 @@ def test_a_directive_becomes_a_titled_block_at_its_indent(repository):
 
 
 def test_solutions_of_exercises_are_folded(repository):
-    page = expand("{{ code stages/s01_forward/layers.py first Box.area }}", KINDS)
-    assert page.startswith('??? success "Our first, Box.area: the solution of 01.1"\n    ```python')
-    for whole in ("{{ code stages/s01_forward/layers.py Box }}", "{{ code stages/s01_forward/layers.py }}"):
-        assert expand(whole, KINDS).startswith("??? success")
+    page = expand("{{ code stages/s01_forward/layers.py Box.area }}", KINDS)
+    assert page.startswith('??? success "Our Box.area: the solution of 01.1"\n    ```python')
     assert expand("{{ code stages/s01_forward/layers.py first }}", KINDS).startswith("```python")
+
+
+def test_of_a_class_or_a_file_only_the_solution_is_folded(repository):
+    for whole in ("Box", "first Box", "Box.size Box.area Box.volume", ""):
+        page = expand(f"{{{{ code stages/s01_forward/layers.py {whole}".rstrip() + " }}", KINDS)
+        shown, fold, solution = page.partition('??? success "Our Box.area: the solution of 01.1"')
+        assert fold
+        assert re.search(r'def area\(self\):\n +"""Of the box."""\n +...  # exercise 01.1\n', shown)
+        assert "size: int = 1" in shown and "return 0" in shown
+        assert "return self.size**2" not in shown and "return self.size**2" in solution
 
 
 def test_a_diff_counts_and_folds(repository):
@@ -84,7 +102,10 @@ def test_exercises_name_the_learners_file_and_fold_one_hint_into_the_other(repos
 @pytest.mark.parametrize(
     ("directive", "words"),
     [
-        ("code stages/s01_forward/layers.py second", "has no 'second'; it has: LIMIT, first, Box, Box.size, Box.area"),
+        (
+            "code stages/s01_forward/layers.py second",
+            "has no 'second'; it has: LIMIT, first, Box, Box.size, Box.area, Box.volume",
+        ),
         ("code stages/s01_forward/none.py", "no such file"),
         ("diff stages/s01_forward/layers.py", "missing 1 required positional argument"),
         ("diff stages/s01_forward/layers.py stages/s01_forward/layers.py", "do not differ"),

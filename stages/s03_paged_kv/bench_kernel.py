@@ -9,8 +9,9 @@ import time
 
 import torch
 
-from reference.bench.harness import Measurement, Result, Timing
+from reference.bench.harness import RESULTS, Measurement, Result, Timing
 from reference.bench.plots import lines
+from reference.picture import GREY, Picture
 from stages.s03_paged_kv.kernel_workloads import (
     contiguous_calls,
     copy_bandwidth,
@@ -99,6 +100,17 @@ def measure_odd_batches(copy: float) -> list[Measurement]:
     return found
 
 
+def decode_plot(result: Result) -> Picture:
+    """GB/s by keys per row, one line per number of rows, under the rate of a plain copy on the same GPU."""
+    series = {f"{n} row{'s' * (n > 1)}": [result[f"decode, {MAIN_SHAPE}: {n} x {c}"] for c in CONTEXTS] for n in ROWS}
+    gpu = " and ".join(result.machine["gpu"])
+    plot = lines(series, CONTEXTS, "keys per row", f"Decode attention, {MAIN_SHAPE}, {gpu}", log=True)
+    ax = plot.axes[0]
+    ax.axhline(result["copy"].median, color=GREY, linestyle="--", label="a copy")
+    ax.legend(labelcolor=GREY, framealpha=0)
+    return plot
+
+
 def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("bench_kernel needs a CUDA GPU")
@@ -117,9 +129,7 @@ def main() -> None:
         "keys is faster once it has a plan, but it makes one for each new prompt length, and that takes far longer."
     )
     print(f"wrote {result.save().name}")
-    series = {f"{n} rows": [result[f"decode, {MAIN_SHAPE}: {n} x {c}"] for c in CONTEXTS] for n in ROWS}
-    plot = lines(series, CONTEXTS, "keys per row", f"Decode attention, {MAIN_SHAPE}, one H200", log=True)
-    plot.save("reference/results/s03_kernel_decode.svg")
+    decode_plot(result).save(RESULTS / "s03_kernel_decode.svg")
 
 
 if __name__ == "__main__":

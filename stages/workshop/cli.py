@@ -1,6 +1,7 @@
 """The `course` command; `python course.py start 01` runs it too."""
 
 import difflib
+import importlib.util
 from collections.abc import Callable
 from functools import wraps
 from typing import Annotated, ParamSpec
@@ -13,7 +14,7 @@ from rich.syntax import Syntax
 from stages.workshop import workspace
 from stages.workshop.cut import function_text
 from stages.workshop.exercises import CourseError, Exercise, Stage, find_exercise, find_stage
-from stages.workshop.workspace import Progress, is_green, is_started, mine, shown
+from stages.workshop.workspace import Progress, is_green, is_started, mine, shown, version_warning
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -58,7 +59,8 @@ def start(stage: StageArg, force: Force = False) -> None:
     for path in kept:
         say(f"[yellow]kept[/]     {escape(shown(path))}: it is yours. --force cuts it anew and keeps yours as .old")
     _warn_version(it)
-    say(f"\nStage {it.number}, lesson: {it.exercises[0].lesson}. Edit only these functions:")
+    lessons = list(dict.fromkeys(exercise.lesson for exercise in it.exercises))
+    say(f"\nStage {it.number}, lesson: {' and '.join(lessons)}. Edit only these functions:")
     for exercise in it.exercises:
         where = f"{shown(mine(it, exercise.file))}, function {exercise.function}"
         say(f"  [bold]{exercise.id} {escape(exercise.title)}[/] ({exercise.minutes} min): {escape(where)}")
@@ -72,7 +74,9 @@ def check(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show pytest's own output")] = False,
 ) -> None:
     """Run the checks against your files: first of the exercises, and when these are green, of the whole stage."""
-    from stages.workshop import checks, report  # pytest takes a moment to load
+    if importlib.util.find_spec("pytest") is None:
+        raise CourseError("The checks need pytest, which is not installed here. First: python course.py setup dev")
+    from stages.workshop import checks, report  # here only: the other commands need no pytest
 
     it, exercises = _stage_or_exercise(what)
     for exercise in exercises:
@@ -87,6 +91,8 @@ def check(
     red = [e for e in exercises if not verdicts[e.id].green]
     if red:
         say(f"\nNext: {red[0].id}. A hint: [bold]python course.py hint {red[0].id}[/]")
+        if not verbose and any(exercise.message not in verdicts[exercise.id].reason for exercise in red):
+            say(f"More of what failed: [bold]python course.py check {red[0].id} --verbose[/]")
         raise typer.Exit(1)
     if len(exercises) < len(it.exercises):
         return
@@ -131,6 +137,12 @@ def diff(exercise: ExerciseArg, force: Force = False) -> None:
 @command
 def reset(exercise: ExerciseArg, force: Force = False) -> None:
     """Put an exercise back to its start."""
+    if "." not in exercise:
+        number = find_stage(exercise).number
+        raise CourseError(
+            f"reset takes one exercise, such as {number}.1. For the whole stage: python course.py start {number} "
+            "--force, which cuts its files anew and keeps yours as .old"
+        )
     stage, it = find_exercise(exercise)
     path = workspace.require_file(stage, it)
     if not force:
@@ -169,8 +181,6 @@ def _after_green(stage: Stage, exercise: Exercise, force: bool) -> None:
 
 
 def _warn_version(stage: Stage) -> None:
-    from stages.workshop.report import version_warning
-
     warning = version_warning(stage)
     if warning:
         say(f"[yellow]{escape(warning)}[/]")

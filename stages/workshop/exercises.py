@@ -6,6 +6,7 @@
     id = "01.1"                                     # number of the stage, a dot, a number
     title = "RMSNorm"
     minutes = 15
+    lesson = "docs/stages/01-forward.md"            # may be left out: the stage's
     target = "stages.s01_forward.layers.rms_norm"   # a function, or a method: ...model.Attention.forward
     hints = ["a nudge", "more", "nearly the answer"]
     checks = ["test_layers.py::TestRmsNorm"]        # pytest ids, relative to the stage's folder
@@ -93,8 +94,8 @@ def read_stage(folder: Path) -> Stage:
 
 def _exercise(table: dict[str, Any], folder: Path, lesson: str) -> Exercise:
     where = f"{folder.name}/exercises.toml, exercise {table.get('id', '?')}"
-    if set(table) != KEYS:
-        missing, unknown = sorted(KEYS - set(table)), sorted(set(table) - KEYS)
+    if set(table) - {"lesson"} != KEYS:
+        missing, unknown = sorted(KEYS - set(table)), sorted(set(table) - KEYS - {"lesson"})
         raise CourseError(f"{where}: missing keys {missing}, unknown keys {unknown}")
     if not re.fullmatch(rf"{folder.name[1:3]}\.[1-9]\d*", table["id"]):
         raise CourseError(f"{where}: the id must be {folder.name[1:3]}.1, {folder.name[1:3]}.2 ...")
@@ -116,7 +117,7 @@ def _exercise(table: dict[str, Any], folder: Path, lesson: str) -> Exercise:
         hints=tuple(table["hints"]),
         checks=tuple(f"stages/{folder.name}/{check}" for check in table["checks"]),
         mutants=tuple(Mutant(m["why"], m["replace"], m["with"]) for m in table["mutants"]),
-        lesson=lesson,
+        lesson=table.get("lesson", lesson),
     )
 
 
@@ -137,11 +138,12 @@ def find_stage(text: str) -> Stage:
 def find_exercise(text: str) -> tuple[Stage, Exercise]:
     """The exercise that "1.2" or "01.2" means, and its stage."""
     number, dot, rest = text.partition(".")
-    if not dot:
+    if not dot and not number.isdecimal():
         raise CourseError(f"{text!r} is no exercise; an exercise has the form 01.2: stage, dot, number.")
     stage = find_stage(number)
     for exercise in stage.exercises:
         if exercise.id == f"{stage.number}.{rest}":
             return stage, exercise
     known = ", ".join(f"{e.id} ({e.title})" for e in stage.exercises) or "none"
-    raise CourseError(f"There is no exercise {text!r}. Stage {stage.number} has: {known}.")
+    fault = f"There is no exercise {text!r}." if dot else f"{text!r} is a stage; name one of its exercises."
+    raise CourseError(f"{fault} Stage {stage.number} has: {known}.")

@@ -13,7 +13,7 @@ import stages
 from stages.workshop import report
 from stages.workshop.exercises import CourseError, Stage, find_stage
 from stages.workshop.results import Recorder
-from stages.workshop.workspace import stages_to_take
+from stages.workshop.workspace import stages_to_take, version_warning
 
 ROOT = stages.STAGES_DIR.parent
 _mine = pytest.StashKey["Mine"]()
@@ -84,7 +84,7 @@ class Mine:
 
     def pytest_report_header(self) -> list[str]:
         taken = [f"{s.name} ({', '.join(f for f in s.files if f in self.before[s.name])})" for s in self.stages]
-        warnings = [w for s in self.stages if (w := report.version_warning(s))]
+        warnings = [w for s in self.stages if (w := version_warning(s))]
         return [f"yours: {', '.join(taken)}", *warnings]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

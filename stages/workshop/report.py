@@ -2,7 +2,7 @@
 
 from stages.workshop.exercises import Exercise, Stage
 from stages.workshop.results import Recorder, Verdict
-from stages.workshop.workspace import Progress, digest, mine, outdated, shown
+from stages.workshop.workspace import Progress, digest, mine, shown
 
 FIRST_RED = (
     "Red is what a fresh start looks like: the functions above have no body yet. "
@@ -37,18 +37,6 @@ def _why(verdict: Verdict) -> str:
     if verdict.failed:
         return f"{verdict.failed} of {verdict.passed + verdict.failed} checks fail"
     return f"{verdict.skipped} checks were skipped" if verdict.skipped else "no check ran"
-
-
-def version_warning(stage: Stage) -> str | None:
-    """A sentence when the learner's files of this stage stem from another version of the course."""
-    files = outdated(stage)
-    if not files:
-        return None
-    names = ", ".join(shown(mine(stage, f)) for f in files)
-    return (
-        f"{names}: cut from another version of the course, so the checks may ask for more than the file has. "
-        f"`python course.py start {stage.number} --force` cuts the present version and keeps your file as .old"
-    )
 
 
 def record(stage: Stage, verdicts: dict[str, Verdict], before: dict[str, str]) -> None:

@@ -71,7 +71,7 @@ def _within(node: str, parent: str) -> bool:
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is not None:
-        lines = [line for line in crash.message.splitlines() if line.strip()]
+        lines = [line for line in crash.message.splitlines() if line.strip() and "Use -v to get" not in line]
         return "\n".join(lines[:4])
     lines = [line.removeprefix("E").strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
     return "\n".join(lines[-4:]) or report.longreprtext[-400:]

@@ -90,6 +90,18 @@ def outdated(stage: Stage) -> list[str]:
     return [f for f in present if versions.get(f) != digest(shipped(stage, f))]
 
 
+def version_warning(stage: Stage) -> str | None:
+    """A sentence when the learner's files of this stage stem from another version of the course."""
+    files = outdated(stage)
+    if not files:
+        return None
+    names = ", ".join(shown(mine(stage, f)) for f in files)
+    return (
+        f"{names}: cut from another version of the course, so the checks may ask for more than the file has. "
+        f"`python course.py start {stage.number} --force` cuts the present version and keeps your file as .old"
+    )
+
+
 def reset(stage: Stage, exercise: Exercise) -> Path:
     """Cut one function again in the learner's file; the rest of the file stays. Returns where the old file is kept."""
     path = require_file(stage, exercise)
