@@ -16,6 +16,7 @@ from stages.s01_forward.inputs import Prompt, PromptRequest, RequestBuilder
 from stages.s01_forward.loader import load_model
 from stages.s01_forward.ops import TORCH_OPS, Ops
 from stages.s01_forward.outputs import RequestOutput, TokenEvent
+from stages.s01_forward.progress import show_progress
 from stages.s01_forward.sampling_params import SamplingParams, check_int
 from stages.s01_forward.tokenizer import Message, Tokenizer
 
@@ -77,10 +78,15 @@ class BaseLLM:
         """Bring every answer of every request to its end, one event per token. Each stage does this in its own way."""
         raise NotImplementedError(f"{type(self).__name__} does not say how requests are run")
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[RequestOutput]:
-        """Answer one prompt or many (text, token ids, or both mixed); one output per prompt, in order."""
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, progress: bool = False
+    ) -> list[RequestOutput]:
+        """Answer one prompt or many (text, token ids, or both mixed); one output per prompt, in order.
+
+        `progress` shows on stderr how many answers are complete and how many tokens come per second.
+        """
         requests = self.requests.build(prompts, sampling_params)
-        for _ in self.run(requests):
+        for _ in show_progress(self.run(requests), requests) if progress else self.run(requests):
             pass
         return [request.output() for request in requests]
 

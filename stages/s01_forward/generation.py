@@ -45,8 +45,7 @@ class Generation:
         if self.finish_reason is not None:
             raise ValueError(f"answer {self.index} has ended ({self.finish_reason}) and takes no further token")
         if sampled.error is not None:
-            self.finish_reason, self.error = "error", sampled.error
-            return self._event(sampled.token_id, self._finish_text())
+            return self.fail(sampled.error)
         self.token_ids.append(sampled.token_id)
         if sampled.logprob is not None:
             self.logprobs.append(sampled.logprob)
@@ -63,10 +62,10 @@ class Generation:
             text += self._finish_text()
         return self._event(sampled.token_id, text)
 
-    def fail(self, error: str) -> None:
-        """End the answer with an error that no token brought; what there is of it stays."""
-        if self.finish_reason in (None, "length"):
-            self.finish_reason, self.error = "error", error
+    def fail(self, error: str) -> TokenEvent:
+        """End the answer with an error that came instead of a token; what there is of it stays."""
+        self.finish_reason, self.error = "error", error
+        return self._event(-1, self._finish_text())
 
     def output(self) -> CompletionOutput:
         """The answer so far."""

@@ -28,6 +28,7 @@ class PromptRequest:
     params: SamplingParams
     generations: list[Generation]
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    num_cached_tokens: int = 0
     arrival: float = field(default_factory=time.perf_counter)
     first_token: float | None = None  # seconds after arrival
     finished: float | None = None
@@ -55,6 +56,7 @@ class PromptRequest:
             outputs=[generation.output() for generation in self.generations],
             timings=Timings(self.first_token, self.finished),
             prompt_logprobs=self.prompt_logprobs,
+            num_cached_tokens=self.num_cached_tokens,
         )
 
 

@@ -68,6 +68,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     timings: Timings
     prompt_logprobs: list[TokenLogprob | None] | None = None  # entry 0 is None: nothing precedes it
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache (stage 06)
 
     @property
     def text(self) -> str:

@@ -37,6 +37,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # this many alternatives per output token; 0: the chosen token's alone
     prompt_logprobs: int | None = None
+    cache_salt: str | None = None  # share cached K/V only with requests of the same salt; acts from stage 06 on
     priority: int = 0  # smaller is sooner; acts from stage 04 on
 
     def __post_init__(self) -> None:
@@ -49,6 +50,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        check_kind("cache_salt", self.cache_salt, (str, type(None)), "text or None")
         check_kind("ignore_eos", self.ignore_eos, bool, "True or False")
         if self.max_tokens is not None:
             check_int("max_tokens", self.max_tokens, 0 if self.prompt_logprobs is not None else 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stages.s01_forward.generation import Generation
 from stages.s01_forward.inputs import PromptRequest
-from stages.s02_kv_cache.sequence import Sequence
+from stages.s02_kv_cache.sequence import NewTokens, Sequence
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Batch:
     seq_lens: list[int]  # [R]: keys that each row attends to, the new ones included
 
     @classmethod
-    def of(cls, sequences: Rows[Sequence], device: torch.device) -> Batch:
+    def of(cls, sequences: Rows[NewTokens], device: torch.device) -> Batch:
         """The new tokens of each sequence. Prefill and decode differ in nothing but how many there are."""
-        ids = [token_id for seq in sequences for token_id in seq.token_ids[seq.num_kv :]]
+        ids = [token_id for seq in sequences for token_id in seq.token_ids[seq.num_kv : seq.num_tokens]]
         positions = [position for seq in sequences for position in range(seq.num_kv, seq.num_tokens)]
         return cls(
             input_ids=torch.tensor(ids, device=device),

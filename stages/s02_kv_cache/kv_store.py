@@ -71,7 +71,8 @@ class KVStore:
         keys, values = self.data[layer]
         return keys, values
 
-    def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy whole blocks, (from, to), in all layers."""
-        for source, target in pairs:
-            self.data[:, :, target] = self.data[:, :, source]
+    def copy_blocks(self, pairs: Iterable[tuple[int, int]], source: KVStore | None = None) -> None:
+        """Copy whole blocks, (from, to), in all layers; from another store if one is given."""
+        data = (source or self).data
+        for old, new in pairs:
+            self.data[:, :, new] = data[:, :, old]

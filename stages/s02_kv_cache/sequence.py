@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 
-@dataclass
+class NewTokens(Protocol):
+    """What a step needs to know of a sequence: which tokens are new, and where their K/V goes."""
+
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def num_kv(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_new(self) -> int: ...
+    @property
+    def block_table(self) -> list[int]: ...
+
+
+@dataclass(eq=False)
 class Sequence:
     """All later stages count in the two lengths of this class.
 
@@ -16,6 +32,7 @@ class Sequence:
     token_ids: list[int]
     num_kv: int = 0
     block_table: list[int] = field(default_factory=list)  # the pages or blocks that hold its K/V, in order
+    extra_key: tuple[tuple[str, str], ...] = ()  # with whom its K/V may be shared; acts from stage 06 on
 
     @property
     def num_tokens(self) -> int:
@@ -25,4 +42,4 @@ class Sequence:
     @property
     def num_new(self) -> int:
         """Tokens that the next step computes: the whole prompt at first, then one at a time."""
-        return self.num_tokens - self.num_kv
+        return len(self.token_ids) - self.num_kv

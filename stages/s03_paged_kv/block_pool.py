@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 DUMMY = 0  # padding rows read and write block 0: it is never handed out, and nobody looks at what it holds
@@ -16,7 +16,7 @@ class BlockPool:
             raise ValueError(f"a pool of {num_blocks} blocks has none to give: block 0 is the dummy")
         self.ref_counts = [0] * num_blocks
         self.ref_counts[DUMMY] = 1  # held for ever, by nobody
-        self.free: deque[int] = deque(range(1, num_blocks))
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # a set in order
 
     @property
     def num_blocks(self) -> int:
@@ -32,7 +32,7 @@ class BlockPool:
         """`count` blocks with one owner each, or None, with nothing changed, if there are not so many."""
         if count > self.num_free:
             return None
-        blocks = [self.free.popleft() for _ in range(count)]
+        blocks = [self.free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
             self.ref_counts[block] = 1
         return blocks
@@ -51,7 +51,7 @@ class BlockPool:
         for block in blocks:
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
-                self.free.append(block)
+                self.free[block] = None
 
     def is_shared(self, block: int) -> bool:
         """Would writing to it change what somebody else reads?"""
@@ -61,8 +61,6 @@ class BlockPool:
         """Free + held + the dummy are all blocks, and no block is both. Raises RuntimeError naming what is wrong."""
         if self.ref_counts[DUMMY] != 1:
             raise RuntimeError(f"the dummy block has {self.ref_counts[DUMMY]} owners")
-        if len(set(self.free)) != self.num_free:
-            raise RuntimeError(f"a block is twice in the free list {list(self.free)}")
         unowned = [block for block, owners in enumerate(self.ref_counts) if owners == 0]
         if sorted(self.free) != unowned:
             raise RuntimeError(f"free are {sorted(self.free)}, but without owner are {unowned}")

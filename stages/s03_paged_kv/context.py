@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Any
@@ -11,18 +12,32 @@ from torch import Tensor
 
 from stages.s02_kv_cache.batch import Batch
 from stages.s02_kv_cache.kv_store import KVStore
-from stages.s02_kv_cache.sequence import Sequence
+from stages.s02_kv_cache.sequence import NewTokens
 from stages.s03_paged_kv.attention_plan import AttentionShape
+from stages.s03_paged_kv.block_pool import DUMMY
 from stages.s03_paged_kv.ops import PagedOps
 
 
-def slot_mapping(sequences: Rows[Sequence], block_size: int) -> list[int]:
+def slot_mapping(sequences: Rows[NewTokens], block_size: int) -> list[int]:
     """The slot of every new token: its block's number times the block size, plus its place in the block."""
     return [
         seq.block_table[position // block_size] * block_size + position % block_size
         for seq in sequences
         for position in range(seq.num_kv, seq.num_tokens)
     ]
+
+
+def block_tables(sequences: Rows[NewTokens]) -> Tensor:
+    """Every row's blocks, int32 [R, MB] on the host, short rows padded with the dummy block.
+
+    Through one flat buffer: a tensor made of nested lists takes more than twice as long.
+    """
+    width = max(len(seq.block_table) for seq in sequences)
+    flat: list[int] = []
+    for seq in sequences:
+        flat += seq.block_table
+        flat += [DUMMY] * (width - len(seq.block_table))
+    return torch.frombuffer(array("i", flat), dtype=torch.int32).view(-1, width)
 
 
 @dataclass(frozen=True)
@@ -40,13 +55,11 @@ class PagedContext:
 
     @classmethod
     def of(
-        cls, sequences: Rows[Sequence], batch: Batch, store: KVStore, ops: PagedOps, shape: AttentionShape
+        cls, sequences: Rows[NewTokens], batch: Batch, store: KVStore, ops: PagedOps, shape: AttentionShape
     ) -> PagedContext:
         """Send each row's table and lengths to the device, once per step."""
         device = store.data.device
-        width = max(len(seq.block_table) for seq in sequences)
-        tables = [seq.block_table + [0] * (width - len(seq.block_table)) for seq in sequences]
-        block_table = torch.tensor(tables, dtype=torch.int32, device=device)
+        block_table = block_tables(sequences).to(device)
         q_lens = [seq.num_new for seq in sequences]
         return cls(
             store=store,

@@ -33,7 +33,10 @@ class PagedCache:
         table = sequence.block_table
         first = sequence.num_kv // self.block_size  # the block that is written first
         copies = first < len(table) and num_tokens > sequence.num_kv and self.pool.is_shared(table[first])
-        new = self.pool.allocate(max(0, self.blocks_for(num_tokens) - len(table)) + copies)
+        missing = max(0, self.blocks_for(num_tokens) - len(table)) + copies
+        if missing == 0:  # of `block_size` decode steps only one begins a block
+            return []
+        new = self.pool.allocate(missing)
         if new is None:
             return None
         pairs = []
@@ -53,6 +56,12 @@ class PagedCache:
         written = sequence.block_table[: self.blocks_for(sequence.num_kv)]
         self.pool.share(written)
         return Sequence(list(sequence.token_ids), sequence.num_kv, written)
+
+    def fork_prefix(self, source: Sequence, sequence: Sequence, num_tokens: int) -> None:
+        """Let a sequence that holds nothing yet share the first `num_tokens` tokens of another."""
+        shared = source.block_table[: self.blocks_for(num_tokens)]
+        self.pool.share(shared)
+        sequence.block_table, sequence.num_kv = list(shared), num_tokens
 
     def release(self, sequence: Sequence) -> None:
         """The sequence owns nothing any more; blocks that a fork still uses stay."""

@@ -1,6 +1,6 @@
-"""The pool of blocks: every block is free or held, never both, never lost, never twice in the list."""
+"""The pool of blocks: every block is free or held, never both, never lost."""
 
-from collections import deque
+from collections import OrderedDict
 
 import pytest
 
@@ -16,7 +16,7 @@ def pool_with(ref_counts: list[int]) -> BlockPool:
     """A pool in which blocks 1, 2, ... have these owners, without a call of `allocate`."""
     pool = BlockPool(len(ref_counts) + 1)
     pool.ref_counts[1:] = ref_counts
-    pool.free = deque(block for block, owners in enumerate(ref_counts, start=1) if owners == 0)
+    pool.free = OrderedDict.fromkeys(block for block, owners in enumerate(ref_counts, start=1) if owners == 0)
     return pool
 
 
@@ -98,12 +98,11 @@ def test_a_pool_has_something_to_give(num_blocks):
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda pool: pool.free.append(pool.free[0]), "twice in the free list"),
-        (lambda pool: pool.free.popleft(), "without owner"),
+        (lambda pool: pool.free.popitem(), "without owner"),
         (lambda pool: pool.ref_counts.__setitem__(2, 1), "without owner"),
         (lambda pool: pool.ref_counts.__setitem__(1, 0), "without owner"),
         (lambda pool: pool.ref_counts.__setitem__(DUMMY, 0), "dummy"),
-        (lambda pool: pool.free.append(DUMMY), "without owner"),
+        (lambda pool: pool.free.setdefault(DUMMY), "without owner"),
     ],
 )
 def test_check_finds_what_is_wrong(spoil, words):
