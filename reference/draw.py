@@ -1,10 +1,12 @@
 """Pictures of a run, from plain lists and arrays: what is drawn is what the reader's own engine says it did."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 
 from reference.picture import COLOURS, GREY, Picture, colour
@@ -129,4 +131,80 @@ def rope_rotation(inv_freq: Sequence[float], positions: Sequence[int] = range(8)
             ax.plot([0, np.cos(angle)], [0, np.sin(angle)], color=colour(0), alpha=faint)
         ax.set(xlim=(-1.1, 1.1), ylim=(-1.1, 1.1), aspect="equal")
         ax.set_title(f"pair {pair}\n{inv_freq[pair]:.3g} rad", fontsize=7)
+    return picture
+
+
+STATES = ("prefill", "chunk", "decode", "preempted", "waiting")
+
+
+def batch_timeline(states: Mapping[Any, Sequence[str]], tokens: Mapping[Any, Sequence[int]] | None = None) -> Picture:
+    """The batch over time: a row per request, a column per step, coloured by what the request did in it.
+
+    Args:
+        states: By request, in the order of the rows: for each step one of `STATES`, or "" where it was not there.
+        tokens: By request, tokens that it computed in each step: written into its prefills and chunks.
+
+    Raises:
+        ValueError: A request has another number of steps than the first, or a state is unknown.
+    """
+    steps = max((len(row) for row in states.values()), default=0)
+    for name, row in states.items():
+        if len(row) != steps or not set(row) <= {*STATES, ""}:
+            raise ValueError(f"request {name} needs one of {', '.join(STATES)} or '' for each of {steps} steps")
+    faces: dict[str, dict[str, Any]] = {state: {"fc": colour(i), "ec": "none"} for i, state in enumerate(STATES[:3])}
+    faces["preempted"] = {"fc": "none", "ec": colour(5), "hatch": "xxxx"}
+    faces["waiting"] = {"fc": GREY, "ec": "none", "alpha": 0.2}
+    picture = Picture(width=min(10.0, 1.8 + 0.3 * steps), height=1.2 + 0.32 * len(states))
+    ax = picture.axes_grid()[0, 0]
+    for y, (name, row) in enumerate(states.items()):
+        for x, state in enumerate(row):
+            if not state:
+                continue
+            ax.add_patch(Rectangle((x + 0.04, y + 0.12), 0.92, 0.76, lw=0.6, **faces[state]))
+            if tokens is not None and state in ("prefill", "chunk"):
+                ax.text(x + 0.5, y + 0.5, str(tokens[name][x]), ha="center", va="center", fontsize=6, color="white")
+    ax.set(xlim=(0, max(steps, 1)), ylim=(len(states), 0), xlabel="step")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_yticks([y + 0.5 for y in range(len(states))], [str(name) for name in states])
+    used = [state for state in STATES if any(state in row for row in states.values())]
+    handles = [Rectangle((0, 0), 1, 1, lw=0.6, label=state, **faces[state]) for state in used]
+    if handles:
+        picture.legend(handles=handles, loc="outside upper center", ncols=len(handles), labelcolor=GREY, frameon=False)
+    return picture
+
+
+def computed_and_reused(counts: Mapping[Any, tuple[int, int]]) -> Picture:
+    """Per request, a bar of the tokens that were computed for it, and behind it those that were there already."""
+    picture = Picture(height=1.2 + 0.32 * len(counts))
+    ax = picture.axes_grid()[0, 0]
+    computed, reused = ([pair[i] for pair in counts.values()] for i in (0, 1))
+    ax.barh(range(len(counts)), computed, height=0.7, color=colour(0), label="computed")
+    ax.barh(range(len(counts)), reused, left=computed, height=0.7, color=colour(2), alpha=0.5, label="reused")
+    ax.set_yticks(range(len(counts)), [str(name) for name in counts])
+    ax.invert_yaxis()
+    ax.set_xlabel("tokens")
+    picture.legend(loc="outside upper center", ncols=2, labelcolor=GREY, frameon=False)
+    return picture
+
+
+def latency_percentiles(series: Mapping[str, Sequence[float]], xlabel: str = "inter-token latency") -> Picture:
+    """How many percent of the latencies (seconds) are below each value, a curve per series; p50 and p99 are marked.
+
+    Raises:
+        ValueError: A series is empty.
+    """
+    picture = Picture(height=3.4)
+    ax = picture.axes_grid()[0, 0]
+    shares = np.linspace(0, 100, 401)
+    for index, (name, seconds) in enumerate(series.items()):
+        if not seconds:
+            raise ValueError(f"series {name!r} has no latency to draw")
+        milliseconds = 1000 * np.asarray(seconds, dtype=float)
+        p50, p99 = np.percentile(milliseconds, (50, 99))
+        label = f"{name}: p50 {p50:.3g} ms, p99 {p99:.3g} ms"
+        ax.plot(np.percentile(milliseconds, shares), shares, color=colour(index), label=label)
+        ax.plot([p50, p99], [50, 99], "o", color=colour(index), markersize=4)
+    ax.set(xlabel=f"{xlabel}, ms", ylabel="percent below", xscale="log")
+    ax.grid(color=GREY, alpha=0.25)
+    ax.legend(labelcolor=GREY, framealpha=0)
     return picture
