@@ -1,0 +1,47 @@
+"""The same scheduler, with prompts cut into chunks: a step never computes more than its budget of tokens."""
+
+from __future__ import annotations
+
+from stages.s03_paged_kv.paged_cache import PagedCache
+from stages.s04_continuous_batching.request import Request
+from stages.s04_continuous_batching.scheduler import Scheduler, Step
+from stages.s04_continuous_batching.swap import SwapSpace
+
+
+class ChunkedScheduler(Scheduler):
+    """Sarathi-Serve's scheduling (Agrawal et al. 2024): decodes first, then chunks of prompts into what is left.
+
+    max_chunk: tokens that one request may compute per step at most, so that a long prompt leaves room for others.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        swap: SwapSpace,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_chunk: int | None = None,
+    ) -> None:
+        if max_num_batched_tokens < max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {max_num_batched_tokens}; {max_num_seqs} running requests "
+                "(max_num_seqs) decode one token each per step"
+            )
+        super().__init__(cache, swap, max_num_seqs, max_num_batched_tokens)
+        self.max_chunk = max_chunk or max_num_batched_tokens
+
+    def share_of(self, request: Request, step: Step) -> int:
+        """Prefill and decode are one thing: known tokens without K/V, as many as the budget still allows."""
+        return min(request.sequence.num_new, self.max_num_batched_tokens - step.num_tokens, self.max_chunk)
+
+    def in_turn(self) -> list[Request]:
+        """Decodes first: a reader waits for each of their tokens."""
+        return sorted(self.running, key=lambda request: request.sequence.num_new > 1)
+
+    def check_budget(self, request: Request) -> None:
+        """Any length can be computed in chunks."""
+
+    def preempt(self, request: Request, step: Step) -> None:
+        """A decode that was planned already may have to make room for an older request's chunk."""
+        step.drop(request)
+        super().preempt(request, step)
