@@ -10,10 +10,11 @@ roofline model (Williams, Waterman and Patterson, "Roofline: an insightful visua
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,7 +38,11 @@ class Shape:
     @classmethod
     def from_dir(cls, folder: str | Path) -> "Shape":
         """Read the shape from a `config.json` that gives its keys in full, as save_pretrained writes it."""
-        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        return cls.from_config(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "Shape":
+        """The same from the keys of such a file."""
         experts = config.get("num_experts", config.get("num_local_experts", 0))
         return cls(
             layers=config["num_hidden_layers"],

@@ -1,0 +1,114 @@
+"""The paged cache with a memory: full blocks stay findable after their sequence has gone, until they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from stages.s02_kv_cache.sequence import Sequence
+from stages.s03_paged_kv.paged_cache import PagedCache
+from stages.s06_prefix_cache.hash_chain import ExtraKey, HashChain, TokenBlock
+from stages.s06_prefix_cache.lru_pool import LruPool
+
+
+class PrefixIndex(Protocol):
+    """How blocks are found; places are the index's own affair. `HashChain` and `RadixTree` are two."""
+
+    def root(self, extra: ExtraKey) -> Any:
+        """The place before the first block."""
+
+    def find(self, parent: Any, tokens: TokenBlock) -> Any | None:
+        """The place of the block that follows with these tokens; its `.block` is the block."""
+
+    def add(self, parent: Any, tokens: TokenBlock, block: int) -> Any | None:
+        """Make a block findable that `find` does not find; None ends the sequence's publishing."""
+
+    def remove(self, block: int) -> Any | None:
+        """Forget a block; None if it was not known."""
+
+
+@dataclass(frozen=True)
+class KVEvent:
+    """What a router in front of several engines wants to know: who replays all of these knows what can be found.
+
+    A block that is stored again has moved. What follows a block that has moved or was evicted is out of reach.
+    """
+
+    kind: Literal["stored", "evicted"]
+    block: int
+    tokens: TokenBlock
+    parent: int | None = None  # stored: the block before it; None: it begins a sequence
+    extra: ExtraKey = ()  # stored: of which sequences
+
+
+class PrefixCache(PagedCache):
+    """Only full blocks are found, and never all of a sequence: one token is always left to compute its logits.
+
+    hit_tokens of queried_tokens were found, over all look-ups that a step followed.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, index: PrefixIndex | None = None) -> None:
+        super().__init__(num_blocks, block_size)
+        self.pool: LruPool = LruPool(num_blocks, self.evict)
+        self.index: PrefixIndex = index or HashChain()
+        self.published: dict[Sequence, tuple[int, Any]] = {}  # blocks, and the place; until it is released
+        self.looked_up: dict[Sequence, tuple[int, int]] = {}  # tokens asked for, found; until the step after
+        self.queried_tokens = self.hit_tokens = 0
+        self.subscribers: list[Callable[[KVEvent], None]] = []
+
+    def tokens_of(self, sequence: Sequence, number: int) -> TokenBlock:
+        """The token ids of a sequence's block."""
+        return tuple(sequence.token_ids[number * self.block_size : (number + 1) * self.block_size])
+
+    def match(self, sequence: Sequence) -> int:
+        """Take over the blocks that hold the longest known prefix; returns its length in tokens."""
+        place = self.index.root(sequence.extra_key)
+        blocks: list[int] = []
+        for number in range((sequence.num_tokens - 1) // self.block_size):
+            found = self.index.find(place, self.tokens_of(sequence, number))
+            if found is None:
+                break
+            place = found
+            blocks.append(place.block)
+        self.pool.revive(blocks)
+        self.published[sequence] = len(blocks), place
+        sequence.block_table, sequence.num_kv = blocks, len(blocks) * self.block_size
+        self.looked_up[sequence] = sequence.num_tokens, sequence.num_kv
+        return sequence.num_kv
+
+    def commit(self, sequence: Sequence, num_tokens: int) -> None:
+        """The K/V of the first `num_tokens` tokens has been written: blocks that are now full can be found."""
+        super().commit(sequence, num_tokens)
+        self.count_look_up(sequence)
+        count, place = self.published.get(sequence) or (0, self.index.root(sequence.extra_key))
+        for number in range(count, num_tokens // self.block_size):
+            if place is None:
+                break
+            parent, tokens, block = place, self.tokens_of(sequence, number), sequence.block_table[number]
+            place = self.index.find(parent, tokens)  # somebody may have computed the same, or it is shared
+            if place is None and (place := self.index.add(parent, tokens, block)) is not None:
+                self.tell(KVEvent("stored", block, tokens, parent.block, sequence.extra_key))
+        self.published[sequence] = num_tokens // self.block_size, place
+
+    def count_look_up(self, sequence: Sequence) -> None:
+        """A step followed it: a request that has to wait looks again, and counts once."""
+        queried, hit = self.looked_up.pop(sequence, (0, 0))
+        self.queried_tokens += queried
+        self.hit_tokens += hit
+
+    def release(self, sequence: Sequence) -> None:
+        """The blocks are free, and what is in them can still be found."""
+        self.published.pop(sequence, None)
+        self.looked_up.pop(sequence, None)
+        super().release(sequence)
+
+    def evict(self, block: int) -> None:
+        """A free block is about to be overwritten."""
+        if (lost := self.index.remove(block)) is not None:
+            self.tell(KVEvent("evicted", block, lost.tokens))
+
+    def tell(self, event: KVEvent) -> None:
+        """Every subscriber hears of it, at once and in order."""
+        for subscriber in self.subscribers:
+            subscriber(event)

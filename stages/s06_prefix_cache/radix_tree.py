@@ -1,0 +1,96 @@
+"""Finding blocks in a radix tree (SGLang, Zheng et al. 2023): prefixes as paths, runs of blocks as one edge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
+
+from stages.s06_prefix_cache.hash_chain import ExtraKey, TokenBlock
+
+
+@dataclass(eq=False)
+class Node:
+    """An edge of one or more blocks (the root's has none) and what may follow it."""
+
+    parent: Node | None = None
+    slots: list[Slot] = field(default_factory=list)
+    children: dict[TokenBlock, Node] = field(default_factory=dict)  # by their first block's tokens
+
+
+@dataclass(eq=False)
+class Slot:
+    """A block that can be found: its place in the tree; `node` is None once no path leads to it any more."""
+
+    node: Node | None
+    index: int
+    tokens: TokenBlock = ()
+    block: int | None = None
+
+
+class RadixTree:
+    """The same answers as `HashChain`, without hashes: tokens are compared as the tree is walked."""
+
+    def __init__(self) -> None:
+        self.by_block: dict[int, Slot] = {}
+        self.roots: WeakValueDictionary[ExtraKey, Node] = WeakValueDictionary()  # each as long as it has children
+
+    def root(self, extra: ExtraKey) -> Slot:
+        """Where every sequence with these extras begins."""
+        return Slot(self.roots.setdefault(extra, Node()), -1)
+
+    def find(self, parent: Slot, tokens: TokenBlock) -> Slot | None:
+        """The slot of the block that follows `parent` with exactly these tokens."""
+        node, following = parent.node, parent.index + 1
+        if node is None:
+            return None
+        if following < len(node.slots):
+            slot = node.slots[following]
+            return slot if slot.tokens == tokens else None
+        child = node.children.get(tokens)
+        return child.slots[0] if child else None
+
+    def add(self, parent: Slot, tokens: TokenBlock, block: int) -> Slot | None:
+        """Make a block findable that `find` does not find. None if `parent` was forgotten."""
+        node, following = parent.node, parent.index + 1
+        if node is None:
+            return None
+        if following < len(node.slots):
+            split(node, following)
+        if parent.index < 0 or node.children:  # the root has no edge of its own; a fork ends an edge
+            node.children[tokens] = child = Node(node)
+            node, following = child, 0
+        slot = self.by_block[block] = Slot(node, following, tokens, block)
+        node.slots.append(slot)
+        return slot
+
+    def remove(self, block: int) -> Slot | None:
+        """Forget a block and all that follows it: no path leads there any more. Returns what was in it."""
+        slot = self.by_block.pop(block, None)
+        if slot is not None and slot.node is not None:
+            cut(slot.node, slot.index)
+        return slot
+
+
+def cut(node: Node, index: int) -> None:
+    """Drop an edge from `index` on, and everything below it."""
+    if index == 0 and node.parent is not None:
+        del node.parent.children[node.slots[0].tokens]
+    lost, node.slots = node.slots[index:], node.slots[:index]
+    below, node.children = list(node.children.values()), {}
+    while below:  # not by recursion: a tree may be deeper than Python's stack
+        child = below.pop()
+        lost += child.slots
+        below += child.children.values()
+    for slot in lost:
+        slot.node = None
+
+
+def split(node: Node, index: int) -> None:
+    """Cut an edge in two: the upper part stays, the lower part becomes its child."""
+    lower = Node(node, node.slots[index:], node.children)
+    for child in lower.children.values():
+        child.parent = lower
+    for place, slot in enumerate(lower.slots):
+        slot.node, slot.index = lower, place
+    node.slots = node.slots[:index]
+    node.children = {lower.slots[0].tokens: lower}
