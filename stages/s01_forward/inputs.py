@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from stages.s01_forward.generation import Generation
-from stages.s01_forward.outputs import RequestOutput, Timings, TokenLogprob
-from stages.s01_forward.sampler import NOT_FINITE, prompt_logprobs
+from stages.s01_forward.outputs import NOT_FINITE, RequestOutput, Timings, TokenLogprob
+from stages.s01_forward.sampler import prompt_logprobs
 from stages.s01_forward.sampling_params import SamplingParams, check_int
 from stages.s01_forward.tokenizer import Tokenizer
 

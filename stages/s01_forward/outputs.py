@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+NOT_FINITE = "no token can be chosen or scored: the logits are not finite numbers"
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 

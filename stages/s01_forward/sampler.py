@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from stages.s01_forward.noise import exponential_noise
-from stages.s01_forward.outputs import SampledToken, TokenLogprob
+from stages.s01_forward.outputs import NOT_FINITE, SampledToken, TokenLogprob
 from stages.s01_forward.sampling_params import SamplingParams
-
-NOT_FINITE = "no token can be chosen: the logits are not finite numbers"
 
 
 class SampleRow(Protocol):

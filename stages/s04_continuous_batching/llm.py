@@ -116,7 +116,10 @@ class LLM(BaseLLM):
                 self.engine.abort(entry)
                 del self.inboxes[entry]
                 if entry.generation.index == 0:
-                    requests[entry.generation.request].num_cached_tokens = entry.num_cached_tokens
+                    request = requests[entry.generation.request]
+                    request.num_cached_tokens = entry.num_cached_tokens
+                    if request.params.prompt_logprobs is not None and not entry.needs_prompt_logits:
+                        request.prompt_logprobs = entry.prompt_logprobs
 
     def step(self) -> None:
         """Step the engine; each event goes to the inbox of its stream. An error is raised in this stream only."""
@@ -137,6 +140,4 @@ class LLM(BaseLLM):
             entry = self.engine.add_request(generation, priority=request.params.priority, sibling=sibling)
             self.inboxes[entry] = inbox
             entries.append(entry)
-        if request.params.prompt_logprobs is not None:
-            request.prompt_logprobs = entries[0].prompt_logprobs  # the scheduler fills this list
         return entries

@@ -40,6 +40,7 @@ class RowResult:
 
     tokens: tuple[SampledToken, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt tokens after those computed here
+    error: str | None = None  # the row's request cannot go on
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from stages.s01_forward.model import Model
-from stages.s01_forward.outputs import TokenLogprob
+from stages.s01_forward.outputs import NOT_FINITE, SampledToken, TokenLogprob
 from stages.s01_forward.sampler import sample, token_logprobs, top_logprobs
 from stages.s02_kv_cache.batch import Batch
 from stages.s02_kv_cache.kv_store import KVStore
@@ -49,11 +51,17 @@ class Runner:
         return Handle(
             StepResult(
                 tuple(
-                    RowResult((tokens[i],) if i in tokens else (), self.prompt_logprobs(row, hidden[start:end]))
+                    self.row_result(tokens.get(i), row, hidden[start:end])
                     for i, (row, start, end) in enumerate(zip(plan.rows, batch.cu_q, batch.cu_q[1:], strict=False))
                 )
             )
         )
+
+    def row_result(self, token: SampledToken | None, row: PlannedRow, hidden: Tensor) -> RowResult:
+        """A row's token, if it sampled, and its prompt's scores; a score that is NaN ends the request."""
+        scores = self.prompt_logprobs(row, hidden)
+        error = NOT_FINITE if any(math.isnan(score.logprob) for score in scores) else None
+        return RowResult(() if token is None else (token,), scores, error)
 
     def prompt_logprobs(self, row: PlannedRow, hidden: Tensor) -> tuple[TokenLogprob, ...]:
         """Of the prompt tokens that follow those computed here, hidden [T of this row, H]; those known are left out."""

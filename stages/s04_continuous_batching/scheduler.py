@@ -187,6 +187,10 @@ class Scheduler:
                 continue
             self.cache.commit(request.sequence, row.span.end)
             request.num_computed += row.span.num_new
+            if given.error is not None:
+                events.append((request, request.generation.fail(given.error)))
+                self.abort(request)
+                continue
             request.prompt_logprobs += given.prompt_logprobs
             for token in given.tokens:
                 request.sequence.token_ids.append(token.token_id)

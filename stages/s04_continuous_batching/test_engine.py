@@ -422,3 +422,16 @@ def test_memory_stays_within_what_was_given(tiny):
     assert LLM(folder, device="cpu").engine.runner.host_store.data.numel() == 0
     few = LLM(folder, device="cpu", max_num_seqs=3, max_model_len=100)
     assert few.engine.scheduler.cache.pool.num_blocks == 1 + 3 * 7
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_a_prompt_whose_scores_are_nan_is_an_error(tiny, max_tokens):
+    """Of that request alone, and without half a list of scores."""
+    llm = LLM(tiny("qwen2"), device="cpu", kv_cache_mb=1)
+    llm.model.embed_tokens.weight[7] = float("nan")
+    params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=1, ignore_eos=True)
+    bad, good = llm.generate([[5, 7], [5, 6]], params)
+    assert (bad.finish_reason, bad.prompt_logprobs, bad.token_ids) == ("error", None, [])
+    assert "not finite" in bad.outputs[0].error
+    assert (good.finish_reason, len(good.prompt_logprobs), len(good.token_ids)) == ("length", 2, max_tokens)
+    assert llm.engine.scheduler.cache.pool.num_free == llm.engine.scheduler.cache.pool.num_blocks - 1
