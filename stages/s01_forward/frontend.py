@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from stages.s01_forward.tokenizer import Message, Tokenizer
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
-class BaseLLM:
+class BaseLLM(ABC):
     """A model that answers.
 
     model: a folder, a hub id or "demo". device: "auto" (a CUDA GPU if there is one), "cpu", "cuda", "cuda:1".
@@ -74,9 +75,9 @@ class BaseLLM:
             self.max_model_len = max_model_len
             self.requests = replace(self.requests, max_model_len=max_model_len)
 
+    @abstractmethod
     def run(self, requests: Sequence[PromptRequest]) -> Iterator[TokenEvent]:
         """Bring every answer of every request to its end, one event per token. Each stage does this in its own way."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how requests are run")
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, progress: bool = False
