@@ -49,13 +49,13 @@ def our_model(folder: str, dtype: str) -> torch.nn.Module:
     return load_model(folder, dtype=dtype)
 
 
-def hf_generate(model: Any, ids: Sequence[int], tokens: int) -> list[int]:
-    """Greedy, without a cache, exactly so many tokens."""
+def hf_generate(model: Any, ids: Sequence[int], tokens: int, *, use_cache: bool = False) -> list[int]:
+    """Greedy, exactly so many tokens; without a cache unless told otherwise."""
     prompt = torch.tensor([list(ids)])
     with torch.inference_mode():
         answer = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, min_new_tokens=tokens,
-            do_sample=False, use_cache=False, pad_token_id=0,
+            do_sample=False, use_cache=use_cache, pad_token_id=0,
         )  # fmt: skip
     return answer[0, len(ids) :].tolist()
 

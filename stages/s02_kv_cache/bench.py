@@ -18,7 +18,7 @@ from reference.bench.harness import RESULTS, Measurement, Result, Timing, compar
 from reference.bench.plots import bars, lines
 from reference.bench.report import markdown_table
 from reference.checkpoints import build_tiny, demo_model
-from stages.s01_forward.bench import DTYPES, hf_model, some_ids
+from stages.s01_forward.bench import DTYPES, hf_generate, hf_model, some_ids
 from stages.s01_forward.llm import LLM as Uncached
 from stages.s01_forward.llm import hidden_states
 from stages.s01_forward.sampling_params import SamplingParams
@@ -106,17 +106,6 @@ def measure_memory(folder: Path) -> Result:
     return result
 
 
-def hf_generate(model: Any, ids: Sequence[int], tokens: int) -> list[int]:
-    """Greedy, with Hugging Face's own cache, exactly so many tokens."""
-    prompt = torch.tensor([list(ids)])
-    with torch.inference_mode():
-        answer = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, min_new_tokens=tokens,
-            do_sample=False, use_cache=True, pad_token_id=0,
-        )  # fmt: skip
-    return answer[0, len(ids) :].tolist()
-
-
 def our_generate(llm: Any, ids: list[int], tokens: int) -> list[int]:
     return llm.generate([ids], SamplingParams(max_tokens=tokens, ignore_eos=True))[0].token_ids
 
@@ -133,7 +122,7 @@ def measure_generate(name: str, folder: Path, engines: Mapping[str, type], token
         llms = {who: engine(folder, device="cpu", dtype=dtype, max_model_len=256) for who, engine in engines.items()}
         ids = next(iter(llms.values())).chat_ids([{"role": "user", "content": QUESTION}])
         runs: dict[str, Any] = {who: partial(our_generate, llm, ids, tokens) for who, llm in llms.items()}
-        runs["HF generate"] = partial(hf_generate, hf_model(str(folder), dtype), ids, tokens)
+        runs["HF generate"] = partial(hf_generate, hf_model(str(folder), dtype), ids, tokens, use_cache=True)
         answers = {who: run() for who, run in runs.items()}  # and a warm-up
         timings = compare(runs, warmup=0, repeats=repeats)
         for who, timing in timings.items():

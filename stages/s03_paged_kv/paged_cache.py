@@ -53,15 +53,15 @@ class PagedCache:
 
     def fork(self, sequence: Sequence) -> Sequence:
         """A second sequence with the same tokens that shares all K/V until one of the two writes to a shared block."""
-        written = sequence.block_table[: self.blocks_for(sequence.num_kv)]
-        self.pool.share(written)
-        return Sequence(list(sequence.token_ids), sequence.num_kv, written)
+        twin = Sequence(list(sequence.token_ids), extra_key=sequence.extra_key)
+        self.fork_prefix(sequence, twin, sequence.num_kv)
+        return twin
 
     def fork_prefix(self, source: Sequence, sequence: Sequence, num_tokens: int) -> None:
         """Let a sequence that holds nothing yet share the first `num_tokens` tokens of another."""
         shared = source.block_table[: self.blocks_for(num_tokens)]
         self.pool.share(shared)
-        sequence.block_table, sequence.num_kv = list(shared), num_tokens
+        sequence.block_table, sequence.num_kv = shared, num_tokens
 
     def release(self, sequence: Sequence) -> None:
         """The sequence owns nothing any more; blocks that a fork still uses stay."""
