@@ -34,6 +34,15 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.to(x.dtype)
 
 
+def norm_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Norm each head of `q` [T, Hq, D] and `k` [T, Hkv, D], if there are weights [D], then rotate it."""
+    if q_weight is not None and k_weight is not None:  # Qwen3
+        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    return apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """SwiGLU's middle: silu(gate) * up, the two packed side by side [T, 2I] -> [T, I] (Shazeer 2020)."""
     gate, up = gate_up.chunk(2, dim=-1)
@@ -75,7 +84,7 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    """The weight of an RMSNorm; the mathematics is `ops.rms_norm`."""
+    """The weight of an RMSNorm; the mathematics is in `rms_norm`."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

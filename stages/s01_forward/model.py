@@ -20,20 +20,16 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.ops, self.eps = layer, ops, config.rms_norm_eps
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        rows = (self.heads + 2 * self.kv_heads) * self.head_dim
-        self.qkv_proj = Linear(config.hidden_size, rows, config.qkv_bias)
+        self.qkv_proj = Linear(config.hidden_size, (self.heads + 2 * self.kv_heads) * self.head_dim, config.qkv_bias)
         self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size, config.o_bias)
-        if config.qk_norm:
-            self.q_norm, self.k_norm = Norm(self.head_dim), Norm(self.head_dim)
-        self.qk_norm = config.qk_norm
+        self.q_norm = Norm(self.head_dim) if config.qk_norm else None
+        self.k_norm = Norm(self.head_dim) if config.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: Context) -> Tensor:  # [T, H] -> [T, H]
         qkv = self.qkv_proj(x).view(len(x), self.heads + 2 * self.kv_heads, self.head_dim)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)  # [T, Hq or Hkv, D]
-        if self.qk_norm:  # Qwen3: each head is normed, then rotated
-            q = self.ops.rms_norm(q, self.q_norm.weight, self.eps)
-            k = self.ops.rms_norm(k, self.k_norm.weight, self.eps)
-        q, k = self.ops.rope(q, cos, sin), self.ops.rope(k, cos, sin)
+        q_weight, k_weight = (self.q_norm.weight, self.k_norm.weight) if self.q_norm and self.k_norm else (None, None)
+        q, k = self.ops.norm_rope(q, k, q_weight, k_weight, cos, sin, self.eps)
         o = ctx.attend(self.layer, q, k, v)  # [T, Hq, D]
         return self.o_proj(o.flatten(1))
 
@@ -63,10 +59,8 @@ class DecoderLayer(nn.Module):
         sparse = config.moe is not None and config.moe.is_sparse(layer)
         self.mlp = SparseMLP(config, ops) if sparse else MLP(config, ops)
 
-    def forward(
-        self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, ctx: Context
-    ) -> tuple[Tensor, Tensor]:  # x + residual [T, H] is what flows between layers
-        x, residual = self.ops.add_rms_norm(x, residual, self.input_layernorm.weight, self.eps)
+    def forward(self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        x, residual = self.ops.add_rms_norm(x, residual, self.input_layernorm.weight, self.eps)  # [T, H] each
         x = self.self_attn(x, cos, sin, ctx)
         x, residual = self.ops.add_rms_norm(x, residual, self.post_attention_layernorm.weight, self.eps)
         return self.mlp(x), residual

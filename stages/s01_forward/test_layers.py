@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stages.s01_forward.layers import add_rms_norm, apply_rope, attention, rms_norm, silu_mul
+from stages.s01_forward.layers import add_rms_norm, apply_rope, attention, norm_rope, rms_norm, silu_mul
 from stages.s01_forward.moe import route
 
 
@@ -124,6 +124,29 @@ class TestRope:
         theirs = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], *full)
         for mine, other in zip((q, k), theirs, strict=True):
             torch.testing.assert_close(apply_rope(mine, cos, sin), other[0].transpose(0, 1))
+
+
+class TestNormRope:
+    def test_norm_comes_first(self):
+        """Norm, then rotation by 1 rad and 0.01 rad; the other order gives [-0.7245, 1.4313, 0.8991, 1.4678]."""
+        x, q_weight, k_weight = TestRope.x, torch.tensor([1.0, 2.0, 1.0, 1.0]), torch.tensor([1.0, 1.0, 1.0, 2.0])
+        q, k = norm_rope(x, x, q_weight, k_weight, *TestRope.angles(torch.tensor([1.0]), 4), 0.0)
+        torch.testing.assert_close(q, torch.tensor([[[-0.7245, 1.4459, 0.8991, 1.4751]]]), atol=1e-4, rtol=0)
+        torch.testing.assert_close(k, torch.tensor([[[-0.7245, 0.7010, 0.8991, 2.9283]]]), atol=1e-4, rtol=0)
+
+    def test_bf16_is_rounded_after_the_norm_and_after_the_rotation(self):
+        q, k = random(4, 6, 8).bfloat16(), random(4, 2, 8, seed=1).bfloat16()
+        weights = [1 + 0.3 * random(8, seed=n).bfloat16() for n in (2, 3)]
+        angles = TestRope.angles(torch.tensor([0.0, 9.0, 9.0, 300.0]), 8)
+        out = norm_rope(q, k, *weights, *angles, 1e-5)
+        for mine, x, weight in zip(out, (q, k), weights, strict=True):
+            assert mine.dtype == torch.bfloat16
+            assert torch.equal(mine, apply_rope(rms_norm(x, weight, 1e-5), *angles))
+
+    def test_without_weights_it_only_rotates(self):
+        q, k, angles = random(3, 4, 8), random(3, 1, 8, seed=1), TestRope.angles(torch.arange(3.0), 8)
+        for mine, x in zip(norm_rope(q, k, None, None, *angles, 1e-5), (q, k), strict=True):
+            assert torch.equal(mine, apply_rope(x, *angles))
 
 
 class TestAttention:

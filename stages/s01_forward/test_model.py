@@ -1,5 +1,6 @@
 """The forward pass against Hugging Face: logits of every position, the state after every layer, every variant."""
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from reference import hf
 from reference.checkpoints import MODEL_VOCAB_SIZE, TINY, tiny_names
+from stages.s01_forward import layers
 from stages.s01_forward.config import ModelConfig
 from stages.s01_forward.context import NoCache
 from stages.s01_forward.llm import LLM, hidden_states
@@ -120,6 +122,23 @@ def test_heads_are_normed_before_they_are_rotated():
     assert (k - q).abs().max() > 0.1, "keys have a norm of their own"
     assert torch.equal(v, x[0]), "values are neither normed nor rotated"
     assert torch.equal(out, x)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe"])
+def test_operations_may_write_over_the_inputs_that_ops_names(name, tiny):
+    """Kernels of later stages do: the residual stream, and q and k where they lie beside v."""
+
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return layers.rms_norm(residual.add_(x), weight, eps), residual
+
+    def norm_rope(q: Tensor, k: Tensor, *rest) -> tuple[Tensor, Tensor]:
+        for old, new in zip((q, k), layers.norm_rope(q, k, *rest), strict=True):
+            old.copy_(new)
+        return q, k
+
+    ops = replace(TORCH_OPS, add_rms_norm=add_rms_norm, norm_rope=norm_rope)
+    ids = some_ids(30)
+    assert torch.equal(logits_of(load_model(tiny(name), ops=ops), ids), logits_of(load_model(tiny(name)), ids))
 
 
 def test_scale_is_that_of_the_head(tiny):
