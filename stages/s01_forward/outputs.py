@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 NOT_FINITE = "no token can be chosen or scored: the logits are not finite numbers"
 
@@ -20,8 +20,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...]  # (token id, logprob), likeliest first
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(NamedTuple):  # as `TokenEvent`, made for every token: in half the time of a frozen dataclass
     """What the sampler says of one row; with `error` set there is no token."""
 
     token_id: int
@@ -29,12 +28,11 @@ class SampledToken:
     error: str | None = None
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One step of one answer, as it happens. `text` is what became certain with it; it may be empty."""
 
     request: int  # which prompt of the call
-    index: int  # which of the prompt's n answers
+    index: int  # type: ignore[assignment]  # which of the prompt's n answers; nobody needs the method `tuple.index`
     token_id: int
     text: str
     finish_reason: FinishReason | None = None

@@ -11,13 +11,14 @@ from stages.s01_forward.tokenizer import Tokenizer
 class TextStream:
     """Text as it becomes certain: whole characters only, and nothing that may yet turn into a stop string.
 
-    `push` costs the same for every token, however long the text is.
+    `push` costs the same for every token, however long the text is. `pieces`: all that became certain so far.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, stop
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""  # the longest end of the text that begins a stop string
+        self.pieces: list[str] = []
         self.stopped_by: str | None = None
 
     def push(self, token_id: int, stop_allowed: bool = True) -> str:
@@ -25,7 +26,20 @@ class TextStream:
 
         Without `stop_allowed` a complete one is plain text, but one that has only begun may still stop a later token.
         """
-        text = self._held + self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        if self._stop:
+            text = self._cut(self._held + text, stop_allowed)
+        self.pieces.append(text)
+        return text
+
+    def finish(self) -> str:
+        """The rest: what was held back, and an unfinished character as U+FFFD."""
+        text, self._held = self._held + self._decoder.decode(b"", final=True), ""
+        self.pieces.append(text)
+        return text
+
+    def _cut(self, text: str, stop_allowed: bool) -> str:
+        """The text up to a stop string that is complete in it, or has only begun; what has begun is held back."""
         self._held = ""
         found = [(text.index(stop), stop) for stop in self._stop if stop in text] if stop_allowed else []
         if found:
@@ -34,11 +48,6 @@ class TextStream:
             cut = len(text) - max((held_length(text, stop) for stop in self._stop), default=0)
             self._held = text[cut:]
         return text[:cut]
-
-    def finish(self) -> str:
-        """The rest: what was held back, and an unfinished character as U+FFFD."""
-        text, self._held = self._held + self._decoder.decode(b"", final=True), ""
-        return text
 
 
 def held_length(text: str, stop: str) -> int:

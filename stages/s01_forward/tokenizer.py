@@ -23,6 +23,7 @@ class Tokenizer:
         if not (Path(folder) / "tokenizer.json").exists():
             raise ValueError(f"{folder} has no tokenizer.json; only tokenizers in that format are supported")
         self._hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        self._bytes: dict[int, bytes] = {}  # of each token that was met
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with the special tokens (BOS, ...) that this tokenizer adds by itself."""
@@ -57,6 +58,12 @@ class Tokenizer:
         """The bytes that a token stands for; a character may need several tokens. Special tokens give none."""
         if skip_special and token_id in self._special:
             return b""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._find_bytes(token_id)
+        return known
+
+    def _find_bytes(self, token_id: int) -> bytes:
         token = self._hf.convert_ids_to_tokens(token_id)
         if not isinstance(token, str):
             return b""

@@ -28,6 +28,7 @@ class Launch:
 
     `tile_map` is int32 [2, num_tiles] on the device: the row of each tile (-1: an empty tile that only pads the grid)
     and its first query within that row. None means that tile i is the whole of row i, which holds in every decode step.
+    A split has at least `keys_per_split` keys; of a row that is longer than all splits together, an even share.
     """
 
     sizes: TileSizes

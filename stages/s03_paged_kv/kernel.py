@@ -113,6 +113,8 @@ def _attention_kernel(
     # Causal, aligned at the end: the last query stands on the last key.
     position = seq_len - q_len + query
     num_keys = tl.minimum(seq_len, seq_len - q_len + first_query + QUERIES)  # seen by the tile's last query
+    # Planned for lengths that a captured graph does not know yet, `keys_per_split` may be too few for this row.
+    keys_per_split = tl.maximum(keys_per_split, tl.cdiv(num_keys, num_splits * BLOCK_N) * BLOCK_N)
     first_key = split * tl.multiple_of(keys_per_split, BLOCK_N)
     last_key = tl.minimum(first_key + keys_per_split, num_keys)
 
@@ -159,7 +161,7 @@ def paged_attention(
     """Causal attention of q [T, Hq, D] over the cached keys of each row; returns [T, Hq, D]. See `paged_attention.py`.
 
     Nothing here looks at device data, and the launches depend on `plan` alone: a call can be captured in a CUDA graph
-    and replayed with other contents of the same tensors, as long as no length exceeds the plan's.
+    and replayed with other contents of the same tensors, as long as no row has more queries than the plan's.
     """
     check_attention(q, k_cache, v_cache, block_table, seq_lens, cu_q)
     num_tokens, num_heads, head_dim = q.shape

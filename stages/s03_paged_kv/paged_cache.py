@@ -48,8 +48,9 @@ class PagedCache:
         return pairs
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
-        """The K/V of the first `num_tokens` tokens has been written."""
-        sequence.num_kv = num_tokens
+        """The K/V of the first `num_tokens` tokens has been written; more may be planned already (stage 07)."""
+        if num_tokens > sequence.num_kv:  # `max` is a call more, for every row of every step
+            sequence.num_kv = num_tokens
 
     def fork(self, sequence: Sequence) -> Sequence:
         """A second sequence with the same tokens that shares all K/V until one of the two writes to a shared block."""

@@ -133,12 +133,14 @@ def measure_scheduler(counts: Sequence[int], steps: int) -> Result:
     )
     for count in counts:
         for name, seconds in step_costs(count, steps).items():
-            low, median, high = np.percentile(1e6 * np.array(seconds), (10, 50, 90)).tolist()
-            note = "lowest and highest are the 10th and 90th percentile"
-            result.measurements.append(
-                Measurement(f"{count} running, {name}", median, low, high, "µs", len(seconds), note=note)
-            )
+            result.measurements.append(microseconds(f"{count} running, {name}", seconds))
     return result
+
+
+def microseconds(name: str, seconds: Sequence[float]) -> Measurement:
+    low, median, high = np.percentile(1e6 * np.array(seconds), (10, 50, 90)).tolist()
+    note = "lowest and highest are the 10th and 90th percentile"
+    return Measurement(name, median, low, high, "µs", len(seconds), note=note)
 
 
 def run(parts: Sequence[str], folder: Path, out: Path, quick: bool, dtypes: Sequence[str], repeats: int) -> None:

@@ -7,17 +7,24 @@ from typing import Protocol
 
 from stages.s01_forward.generation import Generation
 from stages.s01_forward.outputs import TokenEvent
-from stages.s04_continuous_batching.plan import Handle, Plan
+from stages.s04_continuous_batching.plan import Plan, StepResult
 from stages.s04_continuous_batching.request import Request
 from stages.s04_continuous_batching.scheduler import Scheduler
 
 Events = list[tuple[Request, TokenEvent]]
 
 
+class StepHandle(Protocol):
+    """A step that was started: `Handle`, or one that is still under way (stage 07)."""
+
+    def wait(self) -> StepResult:
+        """The step's result; returns when it is there."""
+
+
 class PlanRunner(Protocol):
     """Who computes what was planned: `Runner`, or a stand-in without a model."""
 
-    def execute(self, plan: Plan) -> Handle:
+    def execute(self, plan: Plan) -> StepHandle:
         """Start the step."""
 
 
@@ -65,7 +72,9 @@ class Engine:
         for request in self.scheduler.waiting:
             if not on_their_way.isdisjoint(request.host_blocks):
                 self.scheduler.swap.release(request)
-        events = [(row.request, row.request.generation.fail(error)) for row in plan.rows]
+        # Who has ended before was told so; its row was computed in vain (stage 07).
+        rows = [row.request for row in plan.rows if row.request.state != "finished"]
+        events = [(request, request.generation.fail(error)) for request in rows]
         for request, _ in events:
             self.scheduler.abort(request)
         return events

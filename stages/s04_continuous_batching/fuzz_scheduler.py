@@ -38,6 +38,14 @@ class SchedulerFuzz:
     def make_scheduler(self, cache: PagedCache, swap: SwapSpace, max_num_seqs: int, budget: int) -> Scheduler:
         return Scheduler(cache, swap, max_num_seqs, budget)
 
+    def make_engine(self, num_host_blocks: int) -> tuple[FakeRunner, Engine]:
+        runner = FakeRunner(self.cache, num_host_blocks, self.check_plan)
+        return runner, Engine(self.scheduler, runner)
+
+    def idle(self, request: Request) -> bool:
+        """Is nothing left to compute for a running request? From stage 07 on, until its last token is known."""
+        return False
+
     # ---- a world and its end -----------------------------------------------------------------------------------------
 
     def run(self, steps: int) -> Counter[str]:
@@ -59,8 +67,7 @@ class SchedulerFuzz:
         self.cache = self.make_cache(num_blocks, size)
         swap = SwapSpace(rng.choice((0, rng.randint(1, num_blocks), 4 * num_blocks)))
         self.scheduler = self.make_scheduler(self.cache, swap, seqs, budget)
-        self.runner = FakeRunner(self.cache, swap.num_blocks, self.check_plan)
-        self.engine = Engine(self.scheduler, self.runner)
+        self.runner, self.engine = self.make_engine(swap.num_blocks)
         self.longest = min(longest, budget) if self.whole else longest
         self.live: list[Request] = []
         self.told: dict[Request, list[int]] = {}  # token ids of the events, by request
@@ -173,11 +180,13 @@ class SchedulerFuzz:
     def check_plan(self, plan: Plan) -> None:
         """When the step is planned and nothing is computed yet: limits, turns, and who writes where."""
         self.plan, pool = plan, self.cache.pool
-        running, requests = self.scheduler.running, [row.request for row in plan.rows]
-        assert len(set(requests)) == len(requests) <= len(running) <= self.scheduler.max_num_seqs
+        requests = [row.request for row in plan.rows]
+        idle = [request for request in self.scheduler.running if request not in requests and self.idle(request)]
+        running = [request for request in self.scheduler.running if request not in idle]
+        assert len(set(requests)) == len(requests) <= len(running) <= self.scheduler.max_num_seqs - len(idle)
         assert set(requests) <= set(running)
         assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
-        assert bool(plan.rows) == self.engine.has_work
+        assert plan.rows or idle or not self.engine.has_work
         assert not running or running[0] in requests, "the oldest waits"
         assert not self.whole or len(requests) == len(running)
         for row in plan.rows:

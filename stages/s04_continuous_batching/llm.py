@@ -58,6 +58,7 @@ class LLM(BaseLLM):
             memory_share=memory_share,
             num_tokens=self.max_num_batched_tokens,
             num_rows=max_num_seqs,
+            reserved=self.reserved_bytes(),
         )
         blocks = {"block_size": block_size, "spare_blocks": 1}  # the spare one is the dummy
         if kv_cache_mb is None:
@@ -73,14 +74,23 @@ class LLM(BaseLLM):
         check_int("max_num_batched_tokens", budget, self.max_model_len)
         return budget
 
+    def reserved_bytes(self) -> int:
+        """What the engine takes of a GPU beside weights, activations and cache."""
+        return 0
+
     def build_engine(self, num_blocks: int, block_size: int, swap_mb: float) -> Engine:
         """The cache's books and its memory; the scheduler over the one, the runner over the other."""
         config, where = self.config, {"device": self.device, "dtype": self.dtype}
         swap = SwapSpace(int(swap_mb * 2**20) // (block_size * kv_bytes_per_token(config, self.dtype)))
         host_store = KVStore(config, swap.num_blocks, block_size, device="cpu", dtype=self.dtype)
+        store = KVStore(config, num_blocks, block_size, **where)
+        return self.make_engine(self.make_scheduler(self.make_cache(num_blocks, block_size), swap), store, host_store)
+
+    def make_engine(self, scheduler: Scheduler, store: KVStore, host_store: KVStore) -> Engine:
+        """The scheduler over the books, the runner over the memory."""
+        config, block_size = self.config, store.data.shape[3]
         shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, block_size, self.dtype.itemsize)
-        runner = Runner(self.model, self.ops, KVStore(config, num_blocks, block_size, **where), shape, host_store)
-        return Engine(self.make_scheduler(self.make_cache(num_blocks, block_size), swap), runner)
+        return Engine(scheduler, Runner(self.model, self.ops, store, shape, host_store))
 
     def make_cache(self, num_blocks: int, block_size: int) -> PagedCache:
         """The books of the blocks."""

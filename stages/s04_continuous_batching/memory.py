@@ -15,13 +15,13 @@ MARGIN = 256 * 2**20  # bytes left alone on a GPU, for what the allocator rounds
 
 
 def kv_budget_mb(
-    model: Model, *, kv_cache_mb: float | None, memory_share: float, num_tokens: int, num_rows: int
+    model: Model, *, kv_cache_mb: float | None, memory_share: float, num_tokens: int, num_rows: int, reserved: int = 0
 ) -> float:
     """The cache's budget in units of 2^20 bytes: as the caller says, else what the memory leaves.
 
     On a GPU: `memory_share` of the whole card, minus what is in use (the weights), the activations of the largest step
-    (`num_tokens` tokens, `num_rows` rows; measured by running it) and a margin. On a CPU: half of what is free, at most
-    4 GiB.
+    (`num_tokens` tokens, `num_rows` rows; measured by running it), `reserved` bytes and a margin. On a CPU: half of
+    what is free, at most 4 GiB.
     """
     if kv_cache_mb is not None:
         check_float("kv_cache_mb", kv_cache_mb, 0, open_low=True)
@@ -32,7 +32,7 @@ def kv_budget_mb(
         return min(4096.0, CPU_SHARE * free_host_bytes() / 2**20)
     peak = largest_step_bytes(model, num_tokens, num_rows)
     free, total = torch.cuda.mem_get_info(device)
-    budget = total * memory_share - (total - free) - peak - MARGIN
+    budget = total * memory_share - (total - free) - peak - reserved - MARGIN
     if budget <= 0:
         raise ValueError(
             f"memory_share {memory_share} of {total / 2**20:.0f} MB leaves nothing for the KV cache: "

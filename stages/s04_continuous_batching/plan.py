@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ class PlannedRow(NamedTuple):
 class Plan:
     """Blocks move in the order of the fields below, then comes one forward pass over all rows."""
 
-    rows: tuple[PlannedRow, ...]
+    rows: Sequence[PlannedRow]
     swap_out: tuple[BlockCopy, ...] = ()  # device block -> host block
     swap_in: tuple[BlockCopy, ...] = ()  # host block -> device block
     copies: tuple[BlockCopy, ...] = ()  # within the device: copy-on-write
@@ -34,8 +35,7 @@ class Plan:
         return sum(row.span.num_new for row in self.rows)
 
 
-@dataclass(frozen=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What one row gave: one token, several (stage 08), or none if it has more of its prompt to compute."""
 
     tokens: tuple[SampledToken, ...] = ()
@@ -47,7 +47,7 @@ class RowResult:
 class StepResult:
     """One result per row of the plan, in its order."""
 
-    rows: tuple[RowResult, ...]
+    rows: Sequence[RowResult]
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def recorded_batches(engine: Engine) -> Iterator[list[RecordedBatch]]:
     scheduler, began = engine.scheduler, time.perf_counter()
     schedule, update = scheduler.schedule, scheduler.update
     complete: set[int] = set()  # requests whose last row ended with their newest token
-    planned: list[tuple[tuple[RecordedRow, ...], tuple[int, ...], tuple[int, ...]]] = []
+    planned: dict[int, tuple[tuple[RecordedRow, ...], tuple[int, ...], tuple[int, ...]]] = {}
 
     def recorded_schedule() -> Plan:
         counts = {request: request.num_preemptions for request in scheduler.running}
@@ -67,13 +67,13 @@ def recorded_batches(engine: Engine) -> Iterator[list[RecordedBatch]]:
             if row.samples:
                 complete.add(request.id)
             rows.append(RecordedRow(request.id, kind, span.start, span.num_new, reused, row.samples))
-        planned[:] = [(tuple(rows), preempted, tuple(request.id for request in scheduler.waiting))]
+        planned[id(plan)] = tuple(rows), preempted, tuple(request.id for request in scheduler.waiting)
         return plan
 
     def recorded_update(plan: Plan, result: StepResult) -> Events:
         events = update(plan, result)
         tokens = tuple(request.id for request, event in events if event.token_id >= 0)
-        rows, preempted, waiting = planned.pop()
+        rows, preempted, waiting = planned.pop(id(plan))
         if rows or waiting:
             batches.append(RecordedBatch(time.perf_counter() - began, rows, preempted, waiting, tokens))
         return events

@@ -51,25 +51,27 @@ class Runner:
         return Handle(
             StepResult(
                 tuple(
-                    self.row_result(tokens.get(i), row, hidden[start:end])
+                    row_result(self.model, tokens.get(i), row, hidden[start:end])
                     for i, (row, start, end) in enumerate(zip(plan.rows, batch.cu_q, batch.cu_q[1:], strict=False))
                 )
             )
         )
 
-    def row_result(self, token: SampledToken | None, row: PlannedRow, hidden: Tensor) -> RowResult:
-        """A row's token, if it sampled, and its prompt's scores; a score that is NaN ends the request."""
-        scores = self.prompt_logprobs(row, hidden)
-        error = NOT_FINITE if any(math.isnan(score.logprob) for score in scores) else None
-        return RowResult(() if token is None else (token,), scores, error)
 
-    def prompt_logprobs(self, row: PlannedRow, hidden: Tensor) -> tuple[TokenLogprob, ...]:
-        """Of the prompt tokens that follow those computed here, hidden [T of this row, H]; those known are left out."""
-        request, count = row.request, row.request.generation.params.prompt_logprobs
-        first = max(row.span.start, len(request.prompt_logprobs) - 1)
-        last = min(row.span.end, request.prompt_len - 1)
-        if count is None or not request.needs_prompt_logits or first >= last:
-            return ()
-        logprobs = token_logprobs(self.model.logits(hidden[first - row.span.start : last - row.span.start]))
-        following = request.sequence.token_ids[first + 1 : last + 1]
-        return tuple(top_logprobs(each, token_id, count) for each, token_id in zip(logprobs, following, strict=True))
+def row_result(model: Model, token: SampledToken | None, row: PlannedRow, hidden: Tensor) -> RowResult:
+    """A row's token, if it sampled, and its prompt's scores; a score that is NaN ends the request."""
+    scores = prompt_logprobs(model, row, hidden)
+    error = NOT_FINITE if any(math.isnan(score.logprob) for score in scores) else None
+    return RowResult(() if token is None else (token,), scores, error)
+
+
+def prompt_logprobs(model: Model, row: PlannedRow, hidden: Tensor) -> tuple[TokenLogprob, ...]:
+    """Of the prompt tokens that follow those computed here, hidden [T of this row, H]; those known are left out."""
+    request, count = row.request, row.request.generation.params.prompt_logprobs
+    first = max(row.span.start, len(request.prompt_logprobs) - 1)
+    last = min(row.span.end, request.prompt_len - 1)
+    if count is None or not request.needs_prompt_logits or first >= last:
+        return ()
+    logprobs = token_logprobs(model.logits(hidden[first - row.span.start : last - row.span.start]))
+    following = request.sequence.token_ids[first + 1 : last + 1]
+    return tuple(top_logprobs(each, token_id, count) for each, token_id in zip(logprobs, following, strict=True))

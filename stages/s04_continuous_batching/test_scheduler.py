@@ -189,6 +189,57 @@ class TestContinueRunning:
         assert (step.rows, scheduler.running) == ([], requests)
 
 
+class TestPlanDecode:
+    @staticmethod
+    def one_new(prompt_len, **keys) -> tuple[Scheduler, Request]:
+        """All but the newest token have their K/V, in blocks of 4."""
+        scheduler = make(8, **keys)
+        return scheduler, run_on(scheduler, ask(0, prompt_len), prompt_len - 1)
+
+    @pytest.mark.parametrize("prompt_len", [2, 3, 4, 6, 8])
+    def test_the_row_that_continue_running_plans(self, prompt_len):
+        plans = []
+        for short in (True, False):
+            scheduler, request = self.one_new(prompt_len)
+            step = Step(num_tokens=5)
+            if short:
+                assert scheduler.plan_decode(request, step)
+            else:
+                scheduler.continue_running(request, step)
+            (row,) = step.rows
+            plans.append((row.span.start, row.span.end, row.samples, step.num_tokens, request.sequence.num_kv))
+            assert (row.request, row.span.sequence, scheduler.cache.pool.num_free) == (
+                request,
+                request.sequence,
+                8 - -(-prompt_len // 4),
+            )
+        assert plans == [(prompt_len - 1, prompt_len, True, 6, prompt_len)] * 2
+
+    def refused(self, scheduler, request, **step):
+        step, before = Step(**step), (books(scheduler), request.sequence.num_kv)
+        assert not scheduler.plan_decode(request, step)
+        assert (step.rows, (books(scheduler), request.sequence.num_kv)) == ([], before)
+
+    @pytest.mark.parametrize("prompt_len", [1, 5, 9])
+    def test_a_block_that_has_not_begun(self, prompt_len):
+        self.refused(*self.one_new(prompt_len))
+
+    def test_another_number_of_new_tokens(self):
+        scheduler, request = self.one_new(7)
+        request.sequence.num_kv = 5
+        self.refused(scheduler, request)
+        request.sequence.num_kv = 7
+        self.refused(scheduler, request)
+
+    def test_a_block_that_is_shared(self):
+        scheduler, request = self.one_new(7)
+        scheduler.cache.fork(request.sequence)
+        self.refused(scheduler, request)
+
+    def test_a_step_that_is_full(self):
+        self.refused(*self.one_new(7, budget=5), num_tokens=5)
+
+
 # ---- preemption ------------------------------------------------------------------------------------------------------
 
 
@@ -263,6 +314,15 @@ class TestUpdate:
         ]
         assert (a.sequence.token_ids, a.generation.token_ids) == ([0, 1, 2, 7], [7])
         assert [(r.sequence.num_kv, r.sequence.num_new, r.num_computed) for r in (a, b)] == [(3, 1, 3), (5, 1, 1)]
+
+    def test_take_decides_where_a_token_goes(self):
+        class Replacing(Scheduler):
+            def take(self, row, token):
+                row.span.sequence.token_ids[-1] = token.token_id
+
+        scheduler, a = make(8, cls=Replacing), ask(0, 3)
+        scheduler.update(planned(scheduler, (a, 0, 3)), results([7]))
+        assert (a.sequence.token_ids, a.generation.token_ids) == ([0, 1, 7], [7])
 
     def test_who_ends_frees_its_blocks_at_once(self):
         scheduler, a, b, c = make(8), ask(0, 3, limit=1), ask(10, 5), ask(20, 4)

@@ -27,8 +27,8 @@ class ChunkedFuzz(SchedulerFuzz):
         assert all(row.span.num_new <= cap for row in plan.rows)
         for request in self.before[0]:
             if request.state == "running" and request not in planned:
-                assert request.sequence.num_new > 1, "a decode waits"
-        waits = [request for request in scheduler.running if request.sequence.num_new]
+                assert request.sequence.num_new > 1 or self.idle(request), "a decode waits"
+        waits = [request for request in scheduler.running if request.sequence.num_new and not self.idle(request)]
         room = scheduler.max_num_batched_tokens - plan.num_tokens
         preempted = any(request.state == "waiting" for request in self.before[0])
         if not preempted:  # else some rows gave way to others after these had been given their share

@@ -51,14 +51,16 @@ class HashChain:
         entry = self.entries.get(self.hash_block(parent.key, tokens))
         return entry if entry and entry.parent is parent and entry.tokens == tokens else None
 
-    def add(self, parent: Entry, tokens: TokenBlock, block: int) -> Entry | None:
-        """Make a block findable that `find` does not find. None if its parent is lost, or its key is another's."""
+    def put(self, parent: Entry, tokens: TokenBlock, block: int) -> tuple[Entry | None, bool]:
+        """What `find` finds, or this block as a new entry. None if its parent is lost, or its key is another's."""
         key = self.hash_block(parent.key, tokens)
         old = self.entries.get(key)
+        if old and old.parent is parent and old.tokens == tokens:
+            return old, False
         if self.is_lost(parent) or (old is not None and not self.is_lost(old.parent)):
-            return None
+            return None, False
         entry = self.entries[key] = self.by_block[block] = Entry(key, parent, tokens, block)
-        return entry
+        return entry, True
 
     def remove(self, block: int) -> Entry | None:
         """Forget a block: what it held is about to be overwritten. Returns what it was, if it was known."""

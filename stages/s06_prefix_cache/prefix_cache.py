@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from stages.s02_kv_cache.sequence import Sequence
 from stages.s03_paged_kv.paged_cache import PagedCache
@@ -21,15 +20,17 @@ class PrefixIndex(Protocol):
     def find(self, parent: Any, tokens: TokenBlock) -> Any | None:
         """The place of the block that follows with these tokens; its `.block` is the block."""
 
-    def add(self, parent: Any, tokens: TokenBlock, block: int) -> Any | None:
-        """Make a block findable that `find` does not find; None ends the sequence's publishing."""
+    def put(self, parent: Any, tokens: TokenBlock, block: int) -> tuple[Any | None, bool]:
+        """The place of the block with these tokens, and whether it is new: this one, made findable.
+
+        Somebody may have computed the same before, or it is shared. A place of None ends the sequence's publishing.
+        """
 
     def remove(self, block: int) -> Any | None:
         """Forget a block; None if it was not known."""
 
 
-@dataclass(frozen=True)
-class KVEvent:
+class KVEvent(NamedTuple):
     """What a router in front of several engines wants to know: who replays all of these knows what can be found.
 
     A block that is stored again has moved. What follows a block that has moved or was evicted is out of reach.
@@ -80,16 +81,20 @@ class PrefixCache(PagedCache):
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
         """The K/V of the first `num_tokens` tokens has been written: blocks that are now full can be found."""
         super().commit(sequence, num_tokens)
-        self.count_look_up(sequence)
+        if sequence in self.looked_up:
+            self.count_look_up(sequence)
         count, place = self.published.get(sequence) or (0, self.index.root(sequence.extra_key))
-        for number in range(count, num_tokens // self.block_size):
+        full = num_tokens // self.block_size
+        if full <= count:  # of `block_size` decode steps only one fills a block
+            return
+        for number in range(count, full):
             if place is None:
                 break
             parent, tokens, block = place, self.tokens_of(sequence, number), sequence.block_table[number]
-            place = self.index.find(parent, tokens)  # somebody may have computed the same, or it is shared
-            if place is None and (place := self.index.add(parent, tokens, block)) is not None:
+            place, is_new = self.index.put(parent, tokens, block)
+            if is_new and self.subscribers:
                 self.tell(KVEvent("stored", block, tokens, parent.block, sequence.extra_key))
-        self.published[sequence] = num_tokens // self.block_size, place
+        self.published[sequence] = full, place
 
     def count_look_up(self, sequence: Sequence) -> None:
         """A step followed it: a request that has to wait looks again, and counts once."""

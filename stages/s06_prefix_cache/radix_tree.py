@@ -49,11 +49,13 @@ class RadixTree:
         child = node.children.get(tokens)
         return child.slots[0] if child else None
 
-    def add(self, parent: Slot, tokens: TokenBlock, block: int) -> Slot | None:
-        """Make a block findable that `find` does not find. None if `parent` was forgotten."""
+    def put(self, parent: Slot, tokens: TokenBlock, block: int) -> tuple[Slot | None, bool]:
+        """What `find` finds, or this block as a new slot. None if `parent` was forgotten."""
         node, following = parent.node, parent.index + 1
         if node is None:
-            return None
+            return None, False
+        if (found := self.find(parent, tokens)) is not None:
+            return found, False
         if following < len(node.slots):
             split(node, following)
         if parent.index < 0 or node.children:  # the root has no edge of its own; a fork ends an edge
@@ -61,7 +63,7 @@ class RadixTree:
             node, following = child, 0
         slot = self.by_block[block] = Slot(node, following, tokens, block)
         node.slots.append(slot)
-        return slot
+        return slot, True
 
     def remove(self, block: int) -> Slot | None:
         """Forget a block and all that follows it: no path leads there any more. Returns what was in it."""

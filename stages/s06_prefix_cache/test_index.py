@@ -51,8 +51,8 @@ def test_find_walks_a_chain():
     chain = HashChain(readable)
     root = chain.root(())
     assert chain.find(root, A) is None
-    first = chain.add(root, A, 5)
-    second = chain.add(first, B, 3)
+    first, _ = chain.put(root, A, 5)
+    second, _ = chain.put(first, B, 3)
     assert chain.find(root, A) is first
     assert chain.find(first, B) is second
     assert (first.block, second.block) == (5, 3)
@@ -64,7 +64,7 @@ def test_find_compares_tokens_and_parent_when_keys_collide(hash_block):
     """waybarrios/vllm-mlx#444: no wrong block is ever served."""
     chain = HashChain(hash_block)
     root = chain.root(())
-    first = chain.add(root, A, 5)
+    first, _ = chain.put(root, A, 5)
     assert chain.find(root, A) is first
     assert chain.find(root, (9, 2)) is None, "other tokens with the same key"
     assert chain.find(first, A) is None, "the same tokens after something else"
@@ -97,7 +97,9 @@ def grow(index: PrefixIndex, *blocks: tuple[tuple[int, ...], int], extra=()) -> 
     places = [index.root(extra)]
     for tokens, block in blocks:
         found = index.find(places[-1], tokens)
-        places.append(index.add(places[-1], tokens, block) if found is None else found)
+        place, is_new = index.put(places[-1], tokens, block)
+        assert place is found if found else is_new
+        places.append(place)
     return places[1:]
 
 
@@ -119,12 +121,12 @@ def test_what_follows_a_forgotten_block_is_not_found(index):
     assert index.remove(1).tokens == A
     assert index.remove(1) is None
     assert path(index, A, B, C) == []
-    assert index.add(a, C, 9) is None, "nothing can be hung on it any more"
+    assert index.put(a, C, 9) == (None, False), "nothing can be hung on it any more"
     grow(index, (A, 4), (B, 5))
     assert path(index, A, B, C) == [4, 5], "the old C was the old B's"
     grow(index, (A, 4), (B, 5), (C, 6))
     assert path(index, A, B, C) == [4, 5, 6]
-    assert index.add(b, A, 9) is None, "not on one that was replaced either"
+    assert index.put(b, A, 9) == (None, False), "not on one that was replaced either"
     assert [index.remove(block).tokens for block in (2, 3)] == [B, C]
     assert path(index, A, B, C) == [4, 5, 6]
     assert [index.remove(block).tokens for block in (6, 5, 4)] == [C, B, A]
@@ -205,8 +207,8 @@ def test_a_tree_deeper_than_the_stack():
     trunk = [(A, next(blocks)) for _ in range(3000)]
     place = tree.root(())
     for tokens, block in trunk:
-        place = tree.add(place, tokens, block)
-        tree.add(place, B, next(blocks))  # a twig at every block: an edge of its own for each
+        place, _ = tree.put(place, tokens, block)
+        tree.put(place, B, next(blocks))  # a twig at every block: an edge of its own for each
     assert len(path(tree, *[A] * 3000)) == 3000
     assert tree.remove(1) is not None
     assert path(tree, A) == []
@@ -216,11 +218,11 @@ def test_a_tree_deeper_than_the_stack():
 def test_a_key_that_is_taken_ends_publishing():
     chain = HashChain(same_key)
     root = chain.root(())
-    first = chain.add(root, A, 1)
-    assert chain.add(first, B, 2) is None
-    assert chain.add(root, B, 3) is None
+    first, _ = chain.put(root, A, 1)
+    assert chain.put(first, B, 2) == (None, False)
+    assert chain.put(root, B, 3) == (None, False)
     assert path(chain, A, B) == [1]
     chain.remove(1)
-    assert chain.add(first, B, 2) is None, "its parent is lost"
-    assert chain.add(root, B, 3).block == 3
+    assert chain.put(first, B, 2) == (None, False), "its parent is lost"
+    assert chain.put(root, B, 3)[0].block == 3
     assert path(chain, B) == [3]

@@ -30,10 +30,10 @@ class Paths:
     def find(self, parent: Place, tokens: tuple[int, ...]) -> Place | None:
         return self.places.get((*parent.path, tokens))
 
-    def add(self, parent: Place, tokens: tuple[int, ...], block: int) -> Place | None:
-        assert (*parent.path, tokens) not in self.places
-        place = self.places[(*parent.path, tokens)] = Place((*parent.path, tokens), block, tokens)
-        return place
+    def put(self, parent: Place, tokens: tuple[int, ...], block: int) -> tuple[Place | None, bool]:
+        path = (*parent.path, tokens)
+        is_new = path not in self.places
+        return self.places.setdefault(path, Place(path, block, tokens)), is_new
 
     def remove(self, block: int) -> Place | None:
         found = next((path for path, place in self.places.items() if place.block == block), None)
@@ -56,7 +56,7 @@ def filled(cache: PrefixCache, tokens: list[int], extra: tuple = (), owners: int
         cache.pool.ref_counts[block] = owners
         if not owners:
             cache.pool.free[block] = None
-        place = cache.index.add(place, tuple(tokens[first : first + cache.block_size]), block)
+        place, _ = cache.index.put(place, tuple(tokens[first : first + cache.block_size]), block)
         blocks.append(block)
     return blocks
 
@@ -185,8 +185,8 @@ def test_commit_publishes_the_first_of_equal_blocks():
 def test_commit_goes_on_where_it_stopped():
     """After a look-up and after each step: every block is asked for once, in its own place."""
     cache = on_paths()
-    asked, find = [], cache.index.find
-    cache.index.find = lambda parent, tokens: (asked.append(tokens), find(parent, tokens))[1]
+    asked, put = [], cache.index.put
+    cache.index.put = lambda parent, tokens, block: (asked.append(tokens), put(parent, tokens, block))[1]
     sequence = Sequence(list(range(4)))
     cache.reserve(sequence, 4)
     cache.commit(sequence, 4)
@@ -201,8 +201,8 @@ def test_commit_goes_on_where_it_stopped():
 def test_commit_stops_when_the_index_refuses():
     """A block that cannot be published ends it: what follows could not be found."""
     cache = on_paths()
-    add = cache.index.add
-    cache.index.add = lambda parent, tokens, block: None if tokens[0] == 4 else add(parent, tokens, block)
+    put = cache.index.put
+    cache.index.put = lambda parent, tokens, block: (None, False) if tokens[0] == 4 else put(parent, tokens, block)
     sequence = Sequence(list(range(16)))
     for computed in (8, 12, 16):
         cache.reserve(sequence, computed)
