@@ -72,3 +72,53 @@ def lines(
     if len(series) > 1:
         ax.legend(labelcolor=GREY, framealpha=0)
     return picture
+
+
+def stacked(rows: Mapping[str, Mapping[str, float]], unit: str, title: str = "") -> Picture:
+    """One horizontal bar per row, made of its parts end to end. A part has one colour in all rows."""
+    if not rows:
+        raise ValueError("stacked bars need at least one row, got none")
+    parts = list(dict.fromkeys(part for row in rows.values() for part in row))
+    picture = Picture(height=1.3 + 0.36 * len(rows))
+    ax = picture.axes_grid()[0, 0]
+    ends = [0.0] * len(rows)
+    for index, part in enumerate(parts):
+        values = [row.get(part, 0.0) for row in rows.values()]
+        ax.barh(range(len(rows)), values, left=ends, height=0.66, color=colour(index), label=part)
+        ends = [end + value for end, value in zip(ends, values, strict=True)]
+    for row, end in enumerate(ends):
+        ax.text(end + 0.015 * max(ends), row, quantity(end, unit), va="center", color=GREY)
+    ax.set_yticks(range(len(rows)), list(rows))
+    ax.invert_yaxis()
+    ax.set_xlim(0, 1.2 * max(ends))
+    ax.set_xlabel(unit)
+    ax.set_title(title)
+    picture.legend(loc="outside lower center", ncols=len(parts), labelcolor=GREY, framealpha=0)
+    return picture
+
+
+def grouped(groups: Mapping[str, Sequence[Measurement]], title: str = "") -> Picture:
+    """Bars side by side: a group per entry, in it the bars of its measurements, named once for all groups.
+
+    Raises:
+        ValueError: The groups have not the same bars, or units differ.
+    """
+    names = {tuple(each.name for each in group) for group in groups.values()}
+    units = {each.unit for group in groups.values() for each in group}
+    if len(names) != 1 or len(units) != 1:
+        raise ValueError(f"groups need the same bars of one unit, got {sorted(names)} in {sorted(units)}")
+    unit, bars_of_each = units.pop(), names.pop()
+    picture = Picture(height=3.8)
+    ax = picture.axes_grid()[0, 0]
+    width = 0.84 / len(bars_of_each)
+    for index, name in enumerate(bars_of_each):
+        at = [number + (index - (len(bars_of_each) - 1) / 2) * width for number in range(len(groups))]
+        heights = [group[index].median for group in groups.values()]
+        ax.bar(at, heights, width=0.92 * width, color=colour(index), label=name)
+        for x, height in zip(at, heights, strict=True):
+            ax.text(x, height, f"{height:.3g}", ha="center", va="bottom", color=GREY, fontsize=8)
+    ax.set_xticks(range(len(groups)), list(groups))
+    ax.set_ylabel(unit)
+    ax.set_title(title)
+    picture.legend(loc="outside lower center", ncols=3, labelcolor=GREY, framealpha=0)
+    return picture

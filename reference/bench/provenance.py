@@ -59,9 +59,12 @@ def git_commit() -> str:
 
 
 def command() -> str:
-    """The command line of this process, with `python` for the interpreter and paths from the repository's root."""
+    """The command line of this process, with `python` for the interpreter and paths from the repository's root.
+
+    Of a path elsewhere on the machine only the last part is told.
+    """
     arguments = [argument.replace(f"{ROOT}{os.sep}", "") for argument in sys.orig_argv[1:]]
-    return " ".join(["python", *arguments])
+    return " ".join(["python", *(Path(each).name if Path(each).is_absolute() else each for each in arguments)])
 
 
 def _output_of(*arguments: str) -> str:

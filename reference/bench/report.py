@@ -35,11 +35,13 @@ def _paragraphs(result: dict[str, Any]) -> list[str]:
 
 
 def _setting(result: dict[str, Any]) -> str:
-    machine = result["machine"]
-    threads = f"{machine['threads']} thread" + "s" * (machine["threads"] != 1)
-    on = [*machine.get("gpu", ()), f"{machine['cpu']} ({threads})", machine["os"]]
+    machine, on = result["machine"], [*result["machine"].get("gpu", ())]
+    if "cpu" in machine:  # what is known of the machine of other engines' figures is its GPU
+        threads = f"{machine['threads']} thread" + "s" * (machine["threads"] != 1)
+        on += [f"{machine['cpu']} ({threads})", machine["os"]]
     with_ = [f"{package} {version}" for package, version in result["versions"].items()]
-    return f"Measured {result['date']} at commit {result['commit']} on {', '.join(on)}, with {', '.join(with_)}"
+    at = f" at commit {result['commit']}" if result["commit"] else ""
+    return f"Measured {result['date']}{at} on {', '.join(on)}, with {', '.join(with_)}"
 
 
 def _spread(row: dict[str, Any]) -> str:
@@ -69,11 +71,13 @@ def _row(cells: list[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def main() -> None:
-    if len(sys.argv) != 2:
+def main(arguments: list[str] | None = None) -> None:
+    """Print the result that the command line names."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if len(given) != 1:
         names = ", ".join(sorted(path.stem for path in RESULTS.glob("*.json"))) or "none yet"
         sys.exit(f"usage: python -m reference.bench.report NAME\nresults: {names}")
-    path = RESULTS / f"{sys.argv[1]}.json"
+    path = RESULTS / f"{given[0]}.json"
     if not path.is_file():
         sys.exit(f"there is no result {path.name} in reference/results")
     print(markdown_table(path))

@@ -1,6 +1,7 @@
 """The five workloads by which engines are compared. One generator draws them all, so everybody has the same ids."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -26,7 +27,8 @@ class Workload:
         return sum(self.output_lens)
 
 
-def workloads(seed: int = 0) -> dict[str, Workload]:
+@functools.cache
+def workloads(seed: int = 0) -> Mapping[str, Workload]:
     """All five by name. The order of the draws is part of the definition: a change makes other workloads."""
     rng = Random(seed)
 

@@ -1,32 +1,24 @@
-"""`python -m reference.gpu_checks`: every check of the GPU kernels over the whole grid, on a machine with a CUDA GPU.
+"""Stage 03 on a GPU: the attention kernel over the whole grid of shapes, what is around it, and the engine.
 
-One command, one report (`reference/results/gpu_checks.json`), exit status 1 if anything failed. The grid: dtypes x
-head sizes x group sizes x block sizes, each in four to nine kinds of batch whose lengths lie around multiples of the
-block size. In half precision the error against float64 may be at most 1.1 times that of torch's own attention.
+The grid: dtypes x head sizes x group sizes x block sizes, each in four to nine kinds of batch whose lengths lie around
+multiples of the block size. In half precision the error against float64 may be at most 1.1 times that of torch's own
+attention.
 """
 
-import argparse
 import itertools
-import multiprocessing
-import os
-import sys
 import tempfile
-import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 import torch
 
 from reference import hf
-from reference.bench.harness import RESULTS, Measurement, Result
-from reference.bench.report import markdown_table
 from reference.checkpoints import FAMILIES, build_tiny
+from reference.gpu_checks.check import Check, relative_error, within
 from stages.s03_paged_kv import paged_attention as torch_version
 from stages.s03_paged_kv.attention_cases import Case, exact_attention, make_case
 
+Setting = tuple[str, int, int, int]  # dtype, head size, group, block size
 DTYPES = ("bfloat16", "float16", "float32")
 HEAD_DIMS = (64, 80, 96, 128, 256)
 GROUPS = (1, 2, 3, 4, 7, 8)
@@ -35,17 +27,6 @@ BLOCK_SIZES = (16, 32, 64)
 KINDS = ("decode", "decode_split", "prefill", "chunk", "verify", "verify_split", "chunk_split", "mixed", "long_prompt")
 ALLOWED_RATIO = 1.1  # of torch's error, in half precision
 ALLOWED_FLOAT32 = 1e-5  # relative, in float32
-
-
-@dataclass(frozen=True)
-class Check:
-    """One check: `error` is |out - exact| / |exact|; `torch_error` the same of torch's attention, where compared."""
-
-    name: str
-    passed: bool
-    error: float = 0.0
-    torch_error: float = 0.0
-    note: str = ""
 
 
 def batch(kind: str, block_size: int) -> tuple[list[int], list[int], int | None]:
@@ -65,11 +46,7 @@ def batch(kind: str, block_size: int) -> tuple[list[int], list[int], int | None]
     return [1, 300, 1, 5, 64, 1, 129], [around[0], 300, 513, 77, 900, 0, 130], None
 
 
-def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((out.double() - exact).norm() / exact.norm())
-
-
-def attention_checks(setting: tuple[str, int, int, int]) -> list[Check]:
+def attention_checks(setting: Setting) -> list[Check]:
     """All kinds of batch for one (dtype, head size, group, block size)."""
     from stages.s03_paged_kv import kernel
 
@@ -87,9 +64,8 @@ def attention_checks(setting: tuple[str, int, int, int]) -> list[Check]:
         error = relative_error(kernel.paged_attention(*case.inputs, plan, case.scale), exact)
         gather = torch_version.make_plan(q_lens, kv_lens, case.block_table, case.shape)
         torch_error = relative_error(torch_version.paged_attention(*case.inputs, gather, case.scale), exact)
-        limit = ALLOWED_FLOAT32 if dtype == "float32" else ALLOWED_RATIO * torch_error
-        name = f"{dtype} D{head_dim} G{group} B{block_size} {kind}"
-        checks.append(Check(name, error <= limit, error, torch_error))
+        allowed = ALLOWED_FLOAT32 if dtype == "float32" else ALLOWED_RATIO * torch_error
+        checks.append(within(f"{dtype} D{head_dim} G{group} B{block_size} {kind}", error, allowed, dtype))
     return checks
 
 
@@ -158,7 +134,7 @@ def check_graph() -> Check:
         graph.replay()
         now = Case(*bound.inputs, bound.q_lens, tuple(lens), bound.shape, bound.scale)
         worst = max(worst, relative_error(out, exact_attention(now)))
-    return Check("graph replay", worst < 5e-3, worst)
+    return within("graph replay", worst, 5e-3)
 
 
 def check_engine(family: str) -> Check:
@@ -178,62 +154,17 @@ def check_engine(family: str) -> Check:
             same &= expected.argmax(-1).tolist() == output.token_ids
             for row, entry in zip(expected, output.outputs[0].logprobs or (), strict=True):
                 worst = max(worst, abs(entry.logprob - row[entry.token_id].item()))
-    return Check(f"engine, {family}", same and worst < 1e-4, worst)
+    return Check(f"engine, {family}", same and worst < 1e-4, worst, 1e-4, "log-probability, engine in fp32")
 
 
-SINGLE_CHECKS: tuple[Callable[[], Check], ...] = (check_store, check_permuted_blocks, check_isolation, check_graph)
+def grid(dtypes: tuple[str, ...] = DTYPES, every: int = 1) -> list[Setting]:
+    """All settings, or every n-th."""
+    return list(itertools.product(dtypes, HEAD_DIMS, GROUPS, BLOCK_SIZES))[::every]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the report")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (they compile)")
-    parser.add_argument("--every", type=int, default=1, help="take every n-th setting of the grid")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("gpu_checks needs a CUDA GPU; on a CPU the same kernels run in Triton's interpreter: pytest stages/03")
-        return 2
-    began = time.perf_counter()
-    settings = list(itertools.product(args.dtypes, HEAD_DIMS, GROUPS, BLOCK_SIZES))[:: args.every]
-    with ProcessPoolExecutor(args.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        checks: list[Check] = []
-        for done, some in enumerate(pool.map(attention_checks, settings), start=1):
-            checks += some
-            for check in some:
-                if not check.passed:
-                    print(f"FAILED {check}", flush=True)
-            if done % 30 == 0:
-                print(f"{done} of {len(settings)} settings, {time.perf_counter() - began:.0f} s", flush=True)
-    checks += [check() for check in SINGLE_CHECKS]
-    checks += [check_engine(family) for family in FAMILIES]
-    failed = [check for check in checks if not check.passed]
-    result = report(checks, time.perf_counter() - began)
-    print(markdown_table(result.save(args.out)))
-    return 1 if failed else 0
-
-
-def report(checks: list[Check], seconds: float) -> Result:
-    """How many checks, which failed, and the worst errors of each dtype."""
-    failed = [check.name for check in checks if not check.passed]
-    result = Result("gpu_checks", hypothesis=(
-        "The attention kernel is as exact as torch's own attention, whatever the shape, the lengths and the layout."
-    ))  # fmt: skip
-    result.measurements = [
-        Measurement.single("checks", len(checks), "", note=f"in {seconds:.0f} s"),
-        Measurement.single("failed", len(failed), "", note=", ".join(failed)),
+def engine_checks() -> list[Check]:
+    """The checks around the grid."""
+    return [
+        *(check() for check in (check_store, check_permuted_blocks, check_isolation, check_graph)),
+        *(check_engine(family) for family in FAMILIES),
     ]
-    engines = [check.error for check in checks if check.name.startswith("engine")]
-    name = "largest difference of a log-probability to Hugging Face's, engine in fp32"
-    result.measurements.append(Measurement.single(name, max(engines), ""))
-    for dtype in DTYPES:
-        mine = [check for check in checks if check.name.startswith(dtype)]
-        if mine:
-            worst, ratio = max(c.error for c in mine), max(c.error / c.torch_error for c in mine)
-            result.measurements.append(Measurement.single(f"worst relative error, {dtype}", worst, ""))
-            result.measurements.append(Measurement.single(f"worst error against torch's, {dtype}", ratio, "x"))
-    return result
-
-
-if __name__ == "__main__":
-    sys.exit(main())

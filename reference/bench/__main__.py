@@ -1,0 +1,25 @@
+"""`python -m reference.bench NAME ...`: the benchmarks that belong to no stage alone. Each tells its options."""
+
+import importlib
+import sys
+
+NAMES = {
+    "gpu": "the five workloads on a GPU, ablation, batch sizes",
+    "peers": "other engines' figures and ours, as a table",
+    "report": "a result as a table",
+    "small-card": "a model in 5.1 GB of device memory",
+    "startup": "from weights on disk to the first token, in a fresh process",
+}
+
+
+def main() -> None:
+    """Hand the rest of the command line to the benchmark that it names."""
+    if len(sys.argv) < 2 or sys.argv[1] not in NAMES:
+        lines = "\n".join(f"  {name:12} {text}" for name, text in NAMES.items())
+        sys.exit(f"usage: python -m reference.bench NAME [options]\n{lines}")
+    module = importlib.import_module(f"reference.bench.{sys.argv[1].replace('-', '_')}")
+    module.main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""Stage 07's engine against itself and against stage 06's on the CPU: whatever is switched on, the same tokens.
+
+All in fp32, where no choice among these models' tokens is a near tie, so ids must be equal; where two paths run the
+same kernels over the same sizes, logits must be equal bit for bit, in bf16 too. Those checks that need no CUDA graph
+run on a CPU as well.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from reference.bench.gpu_runs import forget, replaced
+from reference.checkpoints import FAMILIES, build_tiny
+from reference.gpu_checks.check import Check, within
+from stages.s01_forward.sampling_params import SamplingParams
+from stages.s06_prefix_cache.llm import LLM as Stage06
+from stages.s07_cuda_graph.llm import LLM
+
+Ids = list[list[int]]
+VARIANTS: dict[str, dict[str, Any]] = {  # parts of the stage switched off
+    "all on": {},
+    "no graphs": {"graphs": False},
+    "no fused kernels": {"fused": False},
+    "no few-row kernels": {"few_rows": False},
+    "no overlap": {"overlap": False},
+    "captured at start": {"capture": "start"},
+}
+AROUND_BUCKETS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 25)  # rows
+
+
+@contextmanager
+def tiny(family: str) -> Iterator[Path]:
+    """A random checkpoint that is gone afterwards."""
+    with TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        yield build_tiny(family, Path(scratch) / family)
+
+
+def engine(folder: Path, device: str, **options: Any) -> Any:
+    """Stage 07's, small."""
+    usual: dict[str, Any] = {"dtype": "float32", "kv_cache_mb": 16, "max_num_seqs": 25, "max_num_batched_tokens": 96}
+    return LLM(folder, device=device, **(usual | options))
+
+
+def prompts(count: int, longest: int = 60, seed: int = 0) -> Ids:
+    """Of 1 to `longest` tokens; none is token 0, which belongs to padding."""
+    rng = Random(seed)
+    return [[rng.randrange(3, 500) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def ids(llm: Any, asked: Ids, params: Any) -> Ids:
+    """What it answers."""
+    return [output.token_ids for output in llm.generate(asked, params)]
+
+
+def expected(folder: Path, asked: Ids, params: Any) -> Ids:
+    """The same from stage 06 on the CPU."""
+    return ids(Stage06(folder, device="cpu", dtype="float32", kv_cache_mb=16), asked, params)
+
+
+def same(name: str, found: Ids, wanted: Ids) -> Check:
+    """Are all answers equal? If not, where the first differs."""
+    for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        if a != b:
+            at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+            return Check(name, False, note=f"answer {number} of {len(wanted)} differs from token {at} on")
+    return Check(name, True)
+
+
+def ragged(count: int, longest: int = 24) -> list[SamplingParams]:
+    """Answers of different lengths: the batch shrinks by ones, and waiting requests make it grow."""
+    return [SamplingParams(max_tokens=1 + 5 * n % longest, ignore_eos=True) for n in range(count)]
+
+
+def check_variants(device: str, family: str) -> list[Check]:
+    """Each part off in turn: stage 06's ids of 40 answers of many lengths, 25 at once at most, prompts in chunks."""
+    checks = []
+    with tiny(family) as folder:
+        asked, params = prompts(40, 150), ragged(40)
+        wanted = expected(folder, asked, params)
+        for name, options in VARIANTS.items():
+            checks.append(same(f"{family}, {name}", ids(engine(folder, device, **options), asked, params), wanted))
+    return checks
+
+
+def check_buckets(device: str) -> list[Check]:
+    """Batches of just a bucket's rows, one less and one more; the same engine for all, so graphs are used again."""
+    checks = []
+    with tiny("qwen2") as folder:
+        llm, asked = engine(folder, device), prompts(max(AROUND_BUCKETS))
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
+        wanted = expected(folder, asked, params)
+        for rows in (*AROUND_BUCKETS, *AROUND_BUCKETS[::-1]):
+            checks.append(same(f"{rows} rows", ids(llm, asked[:rows], params), wanted[:rows]))
+        if device == "cuda":
+            used = llm.engine.runner.graphs.replays
+            checks.append(Check("graphs were replayed", used > 4 * len(checks), note=f"{used} times"))
+    return checks
+
+
+def check_host_bound(device: str) -> list[Check]:
+    """Requests whose tokens the host must see, among others that it need not see."""
+    with tiny("llama") as folder:
+        asked = prompts(8)
+        plain = SamplingParams(max_tokens=12, ignore_eos=True)
+        params = [
+            plain, replace(plain, logprobs=2), replace(plain, logit_bias={7: 3.0}),
+            replace(plain, repetition_penalty=1.3), plain, replace(plain, min_tokens=5, ignore_eos=False),
+            replace(plain, presence_penalty=0.5, frequency_penalty=0.2), replace(plain, prompt_logprobs=0),
+        ]  # fmt: skip
+        found = ids(engine(folder, device), asked, params)
+        return [same("requests that need the host, beside others", found, expected(folder, asked, params))]
+
+
+def check_preemption(device: str) -> list[Check]:
+    """A cache that holds a third of what is asked for: answers lose their blocks, and come back in other slots."""
+    checks = []
+    with tiny("qwen2") as folder:
+        asked, params = prompts(12, 30), SamplingParams(max_tokens=40, ignore_eos=True)
+        wanted = expected(folder, asked, params)
+        for name, swap_mb in (("computed again", 0.0), ("swapped out and in", 4.0)):
+            llm = engine(folder, device, kv_cache_mb=0.2, max_model_len=80, swap_mb=swap_mb)
+            checks.append(same(f"preempted, {name}", ids(llm, asked, params), wanted))
+            count = llm.engine.scheduler.num_preemptions
+            checks.append(Check(f"there were preemptions, {name}", count > 3, note=f"{count} of them"))
+    return checks
+
+
+def check_overlap(device: str) -> list[Check]:
+    """1,000 steps and more of random answers with ends that nobody foresees: the same with overlap and without."""
+    with tiny("qwen3") as folder:
+        asked = prompts(128, 40)
+        params = [
+            SamplingParams(max_tokens=120, temperature=1.0, seed=n, stop_token_ids=[n, n + 100, n + 200])
+            for n in range(len(asked))
+        ]
+        found, steps = [], []
+        for overlap in (True, False):
+            llm = engine(folder, device, overlap=overlap, max_num_seqs=8)
+            with counted_steps(llm) as count:
+                found.append(ids(llm, asked, params))
+            steps.append(len(count))
+        stopped = sum(len(answer) < 120 for answer in found[1])
+        note = f"{steps[0]} steps with overlap, {steps[1]} without; {stopped} answers stopped early"
+        return [
+            replace(same("overlap against one after the other", *found), note=note),
+            Check("1,000 steps, and early ends", min(steps) >= 1000 and stopped > 20, note=note),
+        ]
+
+
+@contextmanager
+def counted_steps(llm: Any) -> Iterator[list[None]]:
+    """One entry per step that the runner is given."""
+    count: list[None] = []
+    execute = llm.engine.runner.execute
+
+    def counted(plan: Any) -> Any:
+        count.append(None)
+        return execute(plan)
+
+    with replaced(llm.engine.runner, execute=counted):
+        yield count
+
+
+def check_neighbours(device: str) -> list[Check]:
+    """A seed gives the same tokens alone and in a full batch, in any order."""
+    with tiny("qwen2") as folder:
+        llm, asked = engine(folder, device), prompts(20)
+        params = [SamplingParams(max_tokens=16, temperature=1.0, top_p=0.9, seed=n, ignore_eos=True) for n in range(20)]
+        together = ids(llm, asked, params)
+        alone = [ids(llm, [prompt], each)[0] for prompt, each in zip(asked, params, strict=True)]
+        backwards = ids(llm, asked[::-1], params[::-1])[::-1]
+        return [same("seeds, alone", alone, together), same("seeds, in another order", backwards, together)]
+
+
+def check_padding(device: str) -> list[Check]:
+    """Padding that is NaN throughout, and a dummy block that is NaN before every step, reach nobody."""
+    with tiny("llama") as folder:
+        llm, asked, params = engine(folder, device), prompts(11), ragged(11)
+        wanted = expected(folder, asked, params)
+        if any(0 in answer for answer in wanted):
+            raise RuntimeError("an answer holds token 0, which this check needs for padding: take another seed")
+        runner = llm.engine.runner
+        execute = runner.execute
+        seen: list[torch.Tensor] = []
+
+        def poisoned(plan: Any) -> Any:
+            runner.step.store.data[:, :, 0] = float("nan")  # [L, 2, NB, BS, Hkv, D]
+            return execute(plan)
+
+        with replaced(runner, execute=poisoned, tap=seen):
+            clean = ids(llm, asked, params)
+            forget(llm)  # else the same prompts would take other steps
+            with torch.inference_mode():
+                llm.model.embed_tokens.weight[0] = float("nan")  # padding tokens have id 0
+            dirty = ids(llm, asked, params)
+    half = len(seen) // 2
+    equal = all(torch.equal(a, b) for a, b in zip(seen[:half], seen[half:], strict=True))
+    return [
+        same("a dummy block of NaN", clean, wanted),
+        same("padding of NaN", dirty, wanted),
+        Check("padding changes no bit of a logit", equal and half > 10, note=f"{half} steps"),
+    ]
+
+
+def check_bits(device: str, dtype: str) -> list[Check]:
+    """Each replay against the same launches without a graph, over the same padded sizes: logits bit for bit."""
+    with tiny("qwen3") as folder:
+        asked, params = prompts(30, 90), ragged(30)
+        logits, answers = [], []
+        for eager in (False, True):
+            llm = engine(folder, device, dtype=dtype)
+            graphs = llm.engine.runner.graphs
+            taps: list[torch.Tensor] = []
+
+            def launched(captured: Any, graphs: Any = graphs) -> Any:
+                return graphs.run(captured.inputs, captured.plan)
+
+            with replaced(graphs, **({"replay": launched} if eager else {})), replaced(llm.engine.runner, tap=taps):
+                answers.append(ids(llm, asked, params))
+            logits.append(taps)
+    equal = [torch.equal(a, b) for a, b in zip(*logits, strict=True)]
+    return [
+        Check(f"graph against eager, {dtype}, bit for bit", all(equal), note=f"{len(equal)} steps"),
+        same(f"graph against eager, {dtype}, ids", *answers),
+    ]
+
+
+def check_no_sync(device: str) -> list[Check]:
+    """40 steady steps, over borders of blocks, in which torch must not wait for the GPU by itself."""
+    with tiny("qwen2") as folder:
+        llm = engine(folder, device)
+        params = SamplingParams(max_tokens=90, temperature=0.8, ignore_eos=True)
+        stream = llm.stream(prompts(9), params)
+        for _ in range(9 * 20):  # all graphs are there by now
+            next(stream)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(9 * 40):
+                next(stream)
+        except RuntimeError as error:
+            return [Check("no hidden wait in a steady step", False, note=str(error))]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            stream.close()
+    return [Check("no hidden wait in a steady step", True)]
+
+
+def check_delays(device: str) -> list[Check]:
+    """The GPU held up before every copy, by more than a step: the host, far ahead, must not overwrite what it reads."""
+    with tiny("qwen2") as folder:
+        asked, params = prompts(14, 50), ragged(14)
+        wanted = expected(folder, asked, params)
+        llm = engine(folder, device, max_num_seqs=6)
+        llm.generate(asked, params)  # captures
+        runner, checks = llm.engine.runner, []
+        for name, ring in (("what is sent", runner.mailbox.ring), ("what comes back", runner.out)):
+            take = ring.next
+
+            def late(take: Callable[[], Any] = take) -> Any:
+                taken = take()
+                torch.cuda._sleep(10_000_000)  # cycles: some 5 ms
+                return taken
+
+            with replaced(ring, next=late):
+                checks.append(same(f"delayed copies of {name}", ids(llm, asked, params), wanted))
+    return checks
+
+
+def check_reference_logits(device: str, family: str) -> list[Check]:
+    """Log-probabilities of greedy answers, all kernels on, against stage 06's on the CPU."""
+    with tiny(family) as folder:
+        asked = prompts(20)
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        llm = engine(folder, device)
+        taps: list[torch.Tensor] = []
+        with replaced(llm.engine.runner, tap=taps):
+            answers = ids(llm, asked[:1], params)
+        cpu = Stage06(folder, device="cpu", dtype="float32", kv_cache_mb=16)
+        scores = cpu.generate(asked[:1], replace(params, logprobs=0))[0].outputs[0].logprobs or []
+        found = [each[0].float().log_softmax(-1)[token].item() for each, token in zip(taps, answers[0], strict=False)]
+        worst = max(abs(a - b.logprob) for a, b in zip(found, scores, strict=True))
+        return [within(f"log-probabilities, {family}", worst, 1e-4, "log-probability, engine in fp32")]
+
+
+Part = tuple[Callable[..., list[Check]], Sequence[Any]]
+
+
+def parts(device: str) -> list[Part]:
+    """Everything that runs on the device, in pieces that know nothing of each other."""
+    common: list[Part] = [(check, (device,)) for check in (
+        check_overlap, check_buckets, check_host_bound, check_preemption, check_neighbours, check_padding,
+    )]  # fmt: skip
+    common += [(check_variants, (device, family)) for family in FAMILIES]
+    common += [(check_reference_logits, (device, family)) for family in FAMILIES]
+    if device == "cuda":
+        common += [(check_bits, (device, dtype)) for dtype in ("float32", "bfloat16")]
+        common += [(check, (device,)) for check in (check_no_sync, check_delays)]
+    return common

@@ -1,0 +1,136 @@
+"""The GPU checks, as far as a CPU can run them: they pass, and they notice what is broken. The report's sections."""
+
+import argparse
+
+import pytest
+import torch
+
+from reference.bench.harness import Measurement, Result
+from reference.gpu_checks import attention, fast_engine
+from reference.gpu_checks import run as command
+from reference.gpu_checks.check import Check, within
+from stages.s07_cuda_graph import sample_torch, step
+from stages.s07_cuda_graph.device_state import DeviceState
+from stages.s07_cuda_graph.fake_graphs import FakeGraphs
+from stages.s07_cuda_graph.llm import LLM
+
+CPU_CHECKS = [
+    (function, arguments)
+    for function, arguments in fast_engine.parts("cpu")
+    # The long ones: stages/07 has them with fewer steps.
+    if function is not fast_engine.check_overlap and arguments[1:] not in (("qwen3",), ("qwen3_moe",), ("llama",))
+]
+
+
+@pytest.mark.parametrize(("function", "arguments"), CPU_CHECKS, ids=[each[0].__name__ for each in CPU_CHECKS])
+def test_the_engine_passes(function, arguments):
+    checks = function(*arguments)
+    assert checks and all(check.passed for check in checks), [str(check) for check in checks if not check.passed]
+
+
+class Padded(LLM):
+    """As on a GPU, with stand-ins for graphs: padded sizes, fixed memory, NaN in all that is not to be read."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        runner = self.engine.runner
+        runner.graphs = FakeGraphs(runner.step, self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len)
+
+
+@pytest.mark.parametrize(
+    "function", [fast_engine.check_buckets, fast_engine.check_padding, fast_engine.check_preemption]
+)
+def test_padded_steps_pass(function, monkeypatch):
+    monkeypatch.setattr(fast_engine, "LLM", Padded)
+    checks = function("cpu")
+    assert all(check.passed for check in checks), [str(check) for check in checks if not check.passed]
+
+
+def test_padding_that_reaches_a_row_is_noticed(monkeypatch):
+    """Padding rows write their tokens where the first row has its own."""
+    monkeypatch.setattr(fast_engine, "LLM", Padded)
+    keep = step.keep_tokens
+
+    def careless(tokens, slots, state):
+        keep(tokens, torch.where(slots == 0, slots[0], slots), state)
+
+    monkeypatch.setattr(step, "step_ops", lambda kernels: step.StepOps(keep=careless))
+    monkeypatch.setattr("stages.s07_cuda_graph.llm.step_ops", step.step_ops)
+    assert not all(check.passed for check in fast_engine.check_padding("cpu"))
+
+
+def test_a_block_that_is_never_sent_is_noticed(monkeypatch):
+    """The third block of every table stays the dummy."""
+    edit_blocks = DeviceState.edit_blocks
+
+    def forgetful(self, slot, first, blocks):
+        edit_blocks(self, slot, first, [0 if first + i == 2 else block for i, block in enumerate(blocks)])
+
+    monkeypatch.setattr(DeviceState, "edit_blocks", forgetful)
+    checks = fast_engine.check_buckets("cpu")
+    assert not checks[-1].passed or not all(check.passed for check in checks)
+    assert "differs from token" in next(check.note for check in checks if not check.passed)
+
+
+def test_a_neighbour_in_the_noise_is_noticed(monkeypatch):
+    """Randomness by place in the batch in place of the request's seed."""
+    noise = sample_torch.noise
+
+    def by_place(slots, positions, columns, size):
+        return noise(torch.arange(len(slots)), positions, columns, size)
+
+    monkeypatch.setattr(sample_torch, "noise", by_place)
+    assert not all(check.passed for check in fast_engine.check_neighbours("cpu"))
+
+
+def test_where_answers_differ_is_told():
+    assert fast_engine.same("x", [[1], [2, 3]], [[1], [2, 3]]).passed
+    assert fast_engine.same("x", [[1], [2, 3]], [[1], [2, 4]]).note == "answer 1 of 2 differs from token 1 on"
+    assert fast_engine.same("x", [[1, 2]], [[1]]).note == "answer 0 of 1 differs from token 1 on"
+
+
+class TestReport:
+    def checks(self):
+        return [
+            within("a", 1e-3, 2e-3, "bfloat16"), within("b", float("nan"), 1.0, "bfloat16"), Check("c", True),
+        ]  # fmt: skip
+
+    def test_nan_and_too_much_fail(self):
+        assert [check.passed for check in self.checks()] == [True, False, True]
+        assert not within("d", 2.0, 1.0).passed and str(within("d", 2.0, 1.0)) == "d: 2, 1 allowed"
+
+    def test_a_section_alone_replaces_its_own_lines(self, tmp_path):
+        engine = command.measurements("07-engine", self.checks()[:1], 3.2)
+        assert [each.name for each in engine[:2]] == ["07-engine: checks", "07-engine: failed"]
+        assert engine[3].median == 0.5 and engine[3].name == "07-engine: share of what is allowed, bfloat16"
+        assert "done after 3 s" in engine[0].note
+        other = [Measurement.single("07-norm: checks", 5, "")]
+        command.merged({"07-engine": engine, "07-norm": other}, tmp_path).save(tmp_path)
+        again = command.measurements("07-engine", self.checks()[1:], 4.0)
+        command.merged({"07-engine": again}, tmp_path).save(tmp_path)
+        names = [each.name for each in Result.load("gpu_checks", tmp_path).measurements]
+        assert names[:3] == ["07-norm: checks", "07-engine: checks", "07-engine: failed"] and len(names) == 5
+        assert Result.load("gpu_checks", tmp_path)["07-engine: failed"].note == "b"
+
+    def test_the_sections_have_work(self):
+        options = argparse.Namespace(dtypes=attention.DTYPES, every=1)
+        sizes = {section: len(command.tasks(section, options)) for section in command.TITLES}
+        assert sizes["03-attention"] == 3 * 5 * 6 * 3 and min(sizes.values()) == 1 and sizes["07-engine"] > 15
+
+    def test_processes_share_the_work(self, monkeypatch, capsys):
+        """Sections end when their last piece has; a piece that fails is one failed check."""
+        pieces = {"07-norm": ["qwen2", "gpt5"], "07-engine": ["llama"]}
+        work = {name: [(fast_engine.check_reference_logits, ("cpu", f)) for f in each] for name, each in pieces.items()}
+        monkeypatch.setattr(command, "tasks", lambda section, options: work[section])
+        done = dict(command.run(list(pieces), argparse.Namespace(workers=1)))
+        assert [[check.passed for check in done[name]] for name in pieces] == [[False, True], [True]]
+        assert "FAILED 07-norm: check_reference_logits(cpu, gpt5)" in capsys.readouterr().out
+
+    def test_an_error_is_a_failed_check(self):
+        [check] = command.guarded(fast_engine.check_variants, ("cpu", "gpt5"))
+        assert not check.passed and check.name == "check_variants(cpu, gpt5)" and "ValueError" in check.note
+
+    def test_without_a_gpu_it_says_so(self, monkeypatch, capsys):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert command.main([]) == 2
+        assert "needs a CUDA GPU" in capsys.readouterr().out
