@@ -1,0 +1,144 @@
+"""CUDA graphs: a step's launches recorded once and replayed as one, for each padded size of step."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from stages.s03_paged_kv.attention_plan import KernelPlan
+from stages.s04_continuous_batching.plan import Plan
+from stages.s07_cuda_graph.padded_plan import mixed_size, padded_plan
+from stages.s07_cuda_graph.step import Step, StepOutputs
+from stages.s07_cuda_graph.step_inputs import StepInputs, StepSize
+
+log = logging.getLogger(__name__)
+MIXED_TOKENS = (32, 64, 128, 256, 512, 1024)  # of a step with chunks; and the budget, since many steps fill it
+MIXED_ROWS = (4, 16, 64, 256, 1024)
+FULL = 15 / 16  # of the budget: a step with fewer tokens, but more than 1,024, would pay for too many padded ones
+GRAPH_BYTES = 5 * 2**20  # of the driver for one recorded graph, as measured, beside the tensors' pool
+
+
+def decode_buckets(max_num_seqs: int) -> list[int]:
+    """1, 2, 4, 8, then steps of 8 up to 64, 16 up to 256, 64 beyond: at most 7 rows of padding, or a fifth."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs + 64, 64)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def mixed_buckets(max_num_seqs: int, max_num_tokens: int) -> tuple[list[int], list[int]]:
+    """Tokens and rows, each rounded up on its own; the largest number of rows is one more than can run: a padding row.
+
+    Beyond a thousand tokens there is only the budget.
+    """
+    tokens = [*(tokens for tokens in MIXED_TOKENS if tokens < max_num_tokens), max_num_tokens]
+    return tokens, [rows for rows in MIXED_ROWS if rows <= max_num_seqs] + [max_num_seqs + 1]
+
+
+def graphs_bytes(max_num_seqs: int, max_num_tokens: int) -> int:
+    """Device memory of all graphs but for their tensors."""
+    tokens, rows = mixed_buckets(max_num_seqs, max_num_tokens)
+    return GRAPH_BYTES * (len(decode_buckets(max_num_seqs)) + len(tokens) * len(rows))
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One graph: inputs at fixed addresses, and where its outputs come to lie."""
+
+    inputs: StepInputs
+    plan: KernelPlan
+    graph: torch.cuda.CUDAGraph
+    outputs: StepOutputs
+
+
+class Graphs:
+    """Captures a size when it is first met, or all of them at start. All graphs share one pool of memory.
+
+    `replays` and `eager` count the steps; `eager` by the reason why no graph served them.
+    """
+
+    def __init__(self, step: Step, max_num_seqs: int, max_num_tokens: int, longest: int) -> None:
+        self.step, self.longest = step, longest
+        self.decode_rows = decode_buckets(max_num_seqs)
+        self.mixed_tokens, self.mixed_rows = mixed_buckets(max_num_seqs, max_num_tokens)
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self.captured: dict[StepSize, Captured] = {}
+        self.replays, self.eager = 0, Counter[str]()
+        self.refused = ""  # why this model's step cannot be recorded
+
+    def size_of(self, plan: Plan, decode: bool) -> StepSize | None:
+        """The smallest size that holds a plan; None, and the reason is counted, if it goes without a graph."""
+        rows, tokens = len(plan.rows), plan.num_tokens
+        if self.refused:
+            self.eager[self.refused] += 1
+            return None
+        if decode:
+            bucket = self.decode_rows[bisect_left(self.decode_rows, rows)]
+            return StepSize(bucket, bucket, decode=True)
+        padded = self.mixed_tokens[bisect_left(self.mixed_tokens, tokens)]
+        if padded > MIXED_TOKENS[-1] and tokens < FULL * padded:
+            self.eager[f"between {MIXED_TOKENS[-1]} tokens and a full step of {padded}"] += 1
+            return None
+        # One row more than there are: padding tokens need a padding row.
+        room = self.mixed_rows[bisect_left(self.mixed_rows, rows + 1)]
+        return mixed_size(padded, room, self.step.shape, self.longest)
+
+    def get(self, size: StepSize) -> Captured | None:
+        """The graph of a size; None if this model's step cannot be recorded, which is found at the first try."""
+        if size not in self.captured and not self.refused:
+            try:
+                self.captured[size] = self.capture(size)
+            except RuntimeError as error:
+                self.refused = f"cannot be recorded: {error}"
+                log.warning("steps are launched one operation at a time; they %s", self.refused)
+        return self.captured.get(size)
+
+    def replay(self, captured: Captured) -> StepOutputs:
+        """One step."""
+        captured.graph.replay()
+        self.replays += 1
+        return captured.outputs
+
+    def capture_all(self) -> None:
+        """Every size, the largest first: the smaller ones then find room in the memory that it took."""
+        sizes = [StepSize(rows, rows, decode=True) for rows in self.decode_rows]
+        for tokens in self.mixed_tokens:
+            rows = [rows for rows in self.mixed_rows if rows <= tokens or rows == self.mixed_rows[0]]
+            sizes += [mixed_size(tokens, each, self.step.shape, self.longest) for each in rows]
+        for size in sorted(sizes, key=lambda size: (-size.tokens, -size.rows)):
+            self.get(size)
+
+    def capture(self, size: StepSize) -> Captured:
+        """Run a step of padding alone: once, so that every kernel is compiled and loaded, and once for the record."""
+        state = self.step.state
+        inputs = StepInputs(size, state.blocks_per_slot, state.flat.device)
+        inputs.packed.zero_()
+        if size.decode:
+            torch.arange(size.rows + 1, out=inputs.cu_q)
+        else:
+            inputs.cu_q[1:] = size.tokens
+            inputs.short_map[0] = inputs.long_map[0] = -1
+        plan = padded_plan(inputs, self.step.shape, self.longest)
+        self.run(inputs, plan)
+        graph = torch.cuda.CUDAGraph()
+        # `torch.cuda.graph` would also hand all cached memory back first, which the next large step must ask for again.
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self.pool)
+            try:
+                outputs = self.run(inputs, plan)
+            except BaseException:
+                with suppress(RuntimeError):  # the record is broken; what broke it is the error to tell
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        log.debug("captured %s", size)
+        return Captured(inputs, plan, graph, outputs)
+
+    def run(self, inputs: StepInputs, plan: KernelPlan) -> StepOutputs:
+        """What is recorded."""
+        self.step.step_ops.fill(inputs, self.step.state, self.step.shape.block_size)
+        return self.step.run(inputs, plan)

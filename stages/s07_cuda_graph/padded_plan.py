@@ -1,0 +1,44 @@
+"""The attention kernel's launches for a step of padded size: they follow from the size, never from lengths."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from stages.s03_paged_kv.attention_plan import KernelPlan, Launch
+from stages.s03_paged_kv.tile_sizes import MAX_SPLITS, PROCESSORS, SHORT_ROWS, AttentionShape, TileSizes, pick_tiles
+from stages.s07_cuda_graph.step_inputs import StepInputs, StepSize
+
+LEAST_KEYS = 128  # of a split
+
+
+def prompt_tiles(shape: AttentionShape, longest: int) -> TileSizes:
+    """Tiles of rows with several tokens, for sequences of up to `longest` tokens."""
+    return pick_tiles(shape, 1, max(longest * shape.group, SHORT_ROWS + 1), longest)
+
+
+def mixed_size(tokens: int, rows: int, shape: AttentionShape, longest: int) -> StepSize:
+    """A size with room for every way to cut `tokens` into at most `rows` rows."""
+    queries = prompt_tiles(shape, longest).block_m // shape.group
+    return StepSize(tokens, rows, decode=False, long_tiles=-(-tokens // queries) + rows, queries_per_tile=queries)
+
+
+def padded_plan(inputs: StepInputs, shape: AttentionShape, longest: int) -> KernelPlan:
+    """One launch for rows with one token; in a mixed step a second for the others. `longest`: max_model_len."""
+    size = inputs.size
+    short = pick_tiles(shape, size.rows, shape.group, longest)
+    tile_map = None if size.decode else inputs.short_map
+    launches = [launch(short, size.rows, 1, tile_map, shape, longest)]
+    if size.long_tiles:
+        long = prompt_tiles(shape, longest)
+        launches.append(launch(long, size.long_tiles, size.queries_per_tile, inputs.long_map, shape, longest))
+    return KernelPlan(shape, size.rows, tuple(launches))
+
+
+def launch(
+    sizes: TileSizes, num_tiles: int, queries: int, tile_map: Tensor | None, shape: AttentionShape, longest: int
+) -> Launch:
+    """Splits enough to fill the GPU, 2 programs per processor. Each row divides its own keys by their number."""
+    most = min(MAX_SPLITS, -(-longest // LEAST_KEYS))
+    splits = max(1, min(round(2 * PROCESSORS / (num_tiles * shape.num_kv_heads)), most))
+    least = -(-LEAST_KEYS // sizes.block_n) * sizes.block_n  # whole tiles of keys
+    return Launch(sizes, num_tiles, queries, tile_map, least, splits)

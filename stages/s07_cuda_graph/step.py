@@ -1,0 +1,110 @@
+"""One step on the device, from the host's packed inputs to sampled tokens: all that a CUDA graph holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stages.s01_forward.model import Model
+from stages.s02_kv_cache.kv_store import KVStore
+from stages.s03_paged_kv.attention_plan import AttentionShape
+from stages.s03_paged_kv.context import PagedContext
+from stages.s03_paged_kv.ops import PagedOps
+from stages.s07_cuda_graph import sample_torch, step_inputs
+from stages.s07_cuda_graph.device_state import DeviceState
+from stages.s07_cuda_graph.step_inputs import StepInputs
+
+
+def unpack(sent: Tensor, inputs: StepInputs, state: DeviceState, num_inputs: int, num_edits: int) -> None:
+    """What the host sent goes to its places: `num_inputs` entries of `packed`, then the edits' indices and values."""
+    packed, where, what = sent[: num_inputs + 2 * num_edits].split((num_inputs, num_edits, num_edits))
+    inputs.packed[:num_inputs] = packed
+    state.flat[where.long()] = what
+
+
+def keep_tokens(tokens: Tensor, slots: Tensor, state: DeviceState) -> None:
+    """The sampled tokens [R] become the newest of their slots [R]."""
+    state.last_token[slots.long()] = tokens
+
+
+@dataclass(frozen=True)
+class StepOps:
+    """What surrounds the model within a step; the defaults are the torch versions."""
+
+    unpack: Callable[[Tensor, StepInputs, DeviceState, int, int], None] = unpack
+    fill: Callable[[StepInputs, DeviceState, int], None] = step_inputs.fill
+    sample: Callable[..., Tensor] = sample_torch.sample_rows
+    keep: Callable[[Tensor, Tensor, DeviceState], None] = keep_tokens
+
+
+def step_ops(kernels: bool) -> StepOps:
+    """The Triton versions, or plain torch."""
+    if not kernels:
+        return StepOps()
+    from stages.s07_cuda_graph import sample_kernel, state_kernels
+
+    return StepOps(state_kernels.unpack, state_kernels.fill, sample_kernel.sample_rows, state_kernels.keep_tokens)
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """In a graph these are overwritten by the next step, of whatever size."""
+
+    hidden: Tensor  # [T, H]
+    logits: Tensor  # [R, V], of each row's last token
+    tokens: Tensor  # [R] int32, -1: no token can be chosen
+
+
+@dataclass(frozen=True)
+class FewRows:
+    """Another way through the model's weights, for decode steps of at most `most` rows."""
+
+    forward: Callable[[Model, Tensor, Tensor, PagedContext], Tensor]
+    logits: Callable[[Model, Tensor], Tensor]
+    most: int
+
+
+def few_rows(model: Model) -> FewRows | None:
+    """`few_rows.py`, where it can serve this model."""
+    from stages.s07_cuda_graph import few_rows as few
+
+    return None if few.supports(model) else FewRows(few.forward_few, few.logits_few, few.most_rows(model))
+
+
+@dataclass(frozen=True)
+class Step:
+    """The parts that a step goes through."""
+
+    model: Model
+    ops: PagedOps
+    step_ops: StepOps
+    store: KVStore
+    shape: AttentionShape
+    state: DeviceState
+    few: FewRows | None = None
+
+    @torch.inference_mode()
+    def run(self, inputs: StepInputs, plan: Any) -> StepOutputs:
+        """`inputs.packed` and the state -> tokens; the state moves on. `plan`: of the attention op, for these inputs.
+
+        The inputs have been filled already where the plan was made from them.
+        """
+        ctx = PagedContext(
+            self.store, self.ops, inputs.slot_mapping, inputs.block_table, inputs.seq_lens, inputs.cu_q, plan,
+            self.shape.head_dim**-0.5,
+        )  # fmt: skip
+        few = self.few if inputs.size.decode and self.few and inputs.size.rows <= self.few.most else None
+        if few:
+            hidden = few.forward(self.model, inputs.input_ids, inputs.positions, ctx)  # [R, H]
+            logits = few.logits(self.model, hidden)  # [R, V]
+        else:
+            hidden = self.model(inputs.input_ids, inputs.positions, ctx)  # [T, H]
+            last = hidden if inputs.size.decode else hidden[inputs.cu_q[1:].long() - 1]  # [R, H]
+            logits = self.model.logits(last)
+        tokens = self.step_ops.sample(logits, inputs.sample_slots, inputs.seq_lens, self.state.sampling)
+        self.step_ops.keep(tokens, inputs.sample_slots, self.state)
+        return StepOutputs(hidden, logits, tokens)

@@ -1,0 +1,107 @@
+"""The inputs of one step at fixed addresses: what the host sends, and what the device makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from stages.s04_continuous_batching.plan import Plan
+from stages.s07_cuda_graph.device_state import DUMMY_SLOT, DeviceState
+
+ON_DEVICE = -1  # in place of a token id: the newest token of the row, which only the device may know yet
+NO_ROW = -1  # an empty tile of the attention kernel
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """Tokens and rows of a step, padded ones included.
+
+    decode: every row has one token and samples. long_tiles: room for the attention tiles of rows with several tokens,
+    each of `queries_per_tile`; 0 where the attention plan is made anew for every step.
+    """
+
+    tokens: int
+    rows: int
+    decode: bool
+    long_tiles: int = 0
+    queries_per_tile: int = 1
+
+
+class StepInputs:
+    """Memory for one size of step. The host fills `packed` in one copy; `fill` derives all the rest on the device."""
+
+    def __init__(self, size: StepSize, blocks_per_row: int, device: torch.device) -> None:
+        self.size, T, R = size, size.tokens, size.rows
+        parts = (R, R + 1, R, T, 0 if size.decode else 2 * R, 2 * size.long_tiles)
+        self.packed = torch.empty(sum(parts), dtype=torch.int32, device=device)
+        views = self.packed.split(parts)
+        self.slots, self.cu_q, self.sample_slots = views[0], views[1], views[2]  # [R], [R + 1], [R]
+        self.ids = views[3]  # [T], or ON_DEVICE
+        self.short_map, self.long_map = views[4].view(2, -1), views[5].view(2, -1)  # row and first query of each tile
+        self.input_ids = torch.empty(T, dtype=torch.int64, device=device)
+        self.positions, self.slot_mapping = torch.empty_like(self.input_ids), torch.empty_like(self.input_ids)
+        self.seq_lens = torch.empty(R, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(R, blocks_per_row, dtype=torch.int32, device=device)
+
+
+def pack(plan: Plan, slots: list[int], size: StepSize) -> np.ndarray:
+    """A plan as `StepInputs.packed`, int32. Padding rows sit in the dummy slot; padding tokens belong to the first.
+
+    So a step with fewer tokens than its size needs a padding row.
+    """
+    T, R, rows = size.tokens, size.rows, plan.rows
+    padded = np.full(R, DUMMY_SLOT, np.int32)
+    padded[: len(rows)] = slots
+    if size.decode:
+        return np.concatenate((padded, np.arange(R + 1, dtype=np.int32), padded, np.full(T, ON_DEVICE, np.int32)))
+    sampling = padded.copy()
+    sampling[: len(rows)] *= [row.samples for row in rows]
+    cu_q = np.full(R + 1, T, np.int32)
+    cu_q[: len(rows) + 1] = np.cumsum([0, *(row.span.num_new for row in rows)])
+    ids = np.zeros(T, np.int32)
+    for row, start, end in zip(rows, cu_q.tolist(), cu_q[1:].tolist(), strict=False):
+        span = row.span
+        single = row.samples and span.num_new == 1
+        ids[start:end] = ON_DEVICE if single else span.token_ids[span.start : span.end]
+    short, long = tile_maps(plan, size)
+    return np.concatenate((padded, cu_q, sampling, ids, short.ravel(), long.ravel()))
+
+
+def tile_maps(plan: Plan, size: StepSize) -> tuple[np.ndarray, np.ndarray]:
+    """For the attention kernel: [2, R] of rows with one token, [2, long_tiles] of the others, most keys first."""
+    short, long = np.zeros((2, size.rows), np.int32), np.zeros((2, size.long_tiles), np.int32)
+    short[0], long[0] = NO_ROW, NO_ROW
+    if size.long_tiles:
+        singles = [number for number, row in enumerate(plan.rows) if row.span.num_new == 1]
+        short[0, : len(singles)] = singles
+        tiles = [
+            (-row.span.start - first, number, first)
+            for number, row in enumerate(plan.rows)
+            if row.span.num_new > 1
+            for first in range(0, row.span.num_new, size.queries_per_tile)
+        ]
+        for place, (_, number, first) in enumerate(sorted(tiles)):
+            long[:, place] = number, first
+    return short, long
+
+
+def fill(inputs: StepInputs, state: DeviceState, block_size: int) -> None:
+    """Each token's id, position and slot in the cache, each row's length and blocks; then every length moves on.
+
+    In plain torch; `state_kernels.py` has it as one kernel. Padding tokens stand at position 0 of the dummy block.
+    """
+    slots, cu_q, T = inputs.slots.long(), inputs.cu_q.long(), inputs.size.tokens
+    real = slots != DUMMY_SLOT  # [R]
+    start, count = state.length[slots].long(), cu_q.diff()  # [R]
+    inputs.seq_lens.copy_(torch.where(real, start + count, 0))
+    inputs.block_table.copy_(state.block_tables[slots])
+    row = torch.repeat_interleave(count, output_size=T)  # [T]: the row of each token
+    position = torch.where(real[row], start[row] + torch.arange(T, device=slots.device) - cu_q[row], 0)
+    newest = state.last_token[slots].clamp(min=0)[row]
+    inputs.input_ids.copy_(torch.where(inputs.ids == ON_DEVICE, newest, inputs.ids))
+    inputs.positions.copy_(position)
+    block = inputs.block_table[row, position // block_size].long()
+    inputs.slot_mapping.copy_(block * block_size + position % block_size)
+    state.length[slots] = inputs.seq_lens  # of the dummy slot: 0

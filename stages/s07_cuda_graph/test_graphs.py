@@ -1,0 +1,183 @@
+"""Which graph serves which step, and steps through padded sizes, with NaN wherever a GPU leaves something undefined."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from stages.s01_forward.sampling_params import SamplingParams
+from stages.s04_continuous_batching.plan import Plan
+from stages.s06_prefix_cache.llm import LLM as Eager
+from stages.s07_cuda_graph.fake_graphs import FakeGraphs
+from stages.s07_cuda_graph.graphs import MIXED_TOKENS, decode_buckets
+from stages.s07_cuda_graph.llm import LLM
+from stages.s07_cuda_graph.step_inputs import StepSize
+from tests.fixtures import each_family
+
+
+def engine(folder: Path, **options: Any) -> LLM:
+    """On a CPU, with steps padded as graphs pad them."""
+    llm = LLM(folder, device="cpu", **{"dtype": "float32", "block_size": 4, "max_num_seqs": 10, **options})
+    runner: Any = llm.engine.runner
+    runner.graphs = FakeGraphs(runner.step, llm.max_num_seqs, llm.max_num_batched_tokens, llm.max_model_len)
+    return llm
+
+
+def ids(outputs: Any) -> list[list[list[int]]]:
+    return [[answer.token_ids for answer in output.outputs] for output in outputs]
+
+
+def plan_of(*counts: int) -> Plan:
+    rows = [SimpleNamespace(span=SimpleNamespace(start=0, num_new=count)) for count in counts]
+    return Plan(tuple(rows))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def graphs(tiny) -> FakeGraphs:
+    return engine(tiny("qwen2"), max_num_seqs=20, max_num_batched_tokens=300).engine.runner.graphs
+
+
+class TestSizes:
+    @pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 64, 100, 256, 257, 1000])
+    def test_decode_buckets(self, most):
+        """From one row to all; from 33 rows on at most a fifth of a bucket is padding, below at most 7 rows."""
+        buckets = decode_buckets(most)
+        assert buckets == sorted(set(buckets))
+        assert (buckets[0], buckets[-1]) == (1, most)
+        for rows in range(1, most + 1):
+            bucket = min(size for size in buckets if size >= rows)
+            assert bucket - rows <= (bucket / 5 if rows > 32 else 7)
+
+    @pytest.mark.parametrize(
+        ("rows", "bucket"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 16), (17, 20), (20, 20)]
+    )
+    def test_a_decode_step_takes_the_smallest_bucket_that_holds_it(self, graphs, rows, bucket):
+        """Bucket - 1, bucket and bucket + 1; a pool's largest batch has a bucket of its own."""
+        assert graphs.size_of(plan_of(*[1] * rows), decode=True) == StepSize(bucket, bucket, decode=True)
+
+    def test_a_mixed_step_has_a_row_for_its_padding(self, graphs):
+        for counts in ([2], [31, 1], [32], [1] * 3 + [30], [1] * 19 + [45], [256], [100, 155]):
+            size = graphs.size_of(plan_of(*counts), decode=False)
+            assert size.rows > len(counts)
+            assert size.tokens == min(each for each in MIXED_TOKENS if each >= sum(counts))
+            assert not size.decode
+
+    def test_a_step_that_no_graph_holds_is_counted_with_its_reason(self, tiny):
+        graphs = engine(tiny("qwen2"), max_num_seqs=4, max_num_batched_tokens=2048).engine.runner.graphs
+        assert graphs.size_of(plan_of(1000, 24), decode=False) is not None
+        assert graphs.size_of(plan_of(1000, 25), decode=False) is None
+        assert graphs.size_of(plan_of(1000, 919), decode=False) is None
+        assert dict(graphs.eager) == {"between 1024 tokens and a full step of 2048": 2}
+
+    def test_a_full_step_has_a_graph(self, tiny):
+        """Whatever the budget: most steps of a long prompt fill it, or nearly."""
+        graphs = engine(tiny("qwen2"), max_num_seqs=4, max_num_batched_tokens=2048).engine.runner.graphs
+        assert {graphs.size_of(plan_of(1000, n), decode=False).tokens for n in (920, 1000, 1048)} == {2048}
+        assert engine(tiny("qwen2"), max_num_seqs=4, max_num_batched_tokens=48).engine.runner.graphs.mixed_tokens == [
+            32,
+            48,
+        ]
+
+    def test_a_step_that_cannot_be_recorded_is_launched(self, tiny, monkeypatch):
+        """Tried once, told why, and every answer as before."""
+        prompts, params = [[5, 6, 7], [8] * 20], SamplingParams(max_tokens=6, ignore_eos=True)
+        expected = [output.token_ids for output in engine(tiny("qwen2")).generate(prompts, params)]
+        llm = engine(tiny("qwen2"))
+        graphs, tries = llm.engine.runner.graphs, []
+
+        def capture(size):
+            tries.append(size)
+            raise RuntimeError("it needs the host")
+
+        monkeypatch.setattr(graphs, "capture", capture)
+        assert [output.token_ids for output in llm.generate(prompts, params)] == expected
+        assert len(tries) == 1
+        assert graphs.eager["cannot be recorded: it needs the host"] >= 5
+        assert graphs.replays == 0
+
+    def test_capture_at_the_start_makes_all_that_steps_ask_for(self, tiny):
+        """The largest first, whatever comes later finds its graph there."""
+        llm = engine(tiny("qwen2"), max_num_seqs=6, max_num_batched_tokens=64)
+        graphs = llm.engine.runner.graphs
+        graphs.capture_all()
+        made = list(graphs.captured)
+        assert [size.tokens for size in made] == sorted((size.tokens for size in made), reverse=True)
+        prompts = [[i] * (1 + 9 * (i % 3)) for i in range(3, 20)]
+        llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True))
+        assert list(graphs.captured) == made
+        assert graphs.replays > 10
+
+
+@each_family
+def test_every_bucket_and_its_neighbours(family, tiny):
+    """1 to 10 rows, shrinking and growing: ids equal the eager ones, and nothing comes out of the padding."""
+    prompts = [[(31 * i + j) % 490 for j in range(1 + 5 * (i % 4))] for i in range(10)]
+    params = [SamplingParams(max_tokens=3 + 2 * i, temperature=i % 2, seed=i, ignore_eos=True) for i in range(10)]
+    llm, eager = engine(tiny(family)), Eager(tiny(family), device="cpu", dtype="float32", block_size=4)
+    expected = ids(eager.generate(prompts, params))
+    for order in (slice(None), slice(None, None, -1)):
+        assert ids(llm.generate(prompts[order], params[order])) == expected[order]
+    rows = {size.rows for size in llm.engine.runner.graphs.captured if size.decode}
+    assert rows == {1, 2, 4, 8, 10}
+    assert not llm.engine.runner.graphs.eager
+
+
+def test_prompts_up_to_the_length_of_the_model(tiny):
+    """63 of 64 tokens, blocks of 16: the last column of the table is there. GeeeekExplorer/nano-vllm#258."""
+    llm = engine(tiny("qwen2"), max_model_len=64, block_size=16)
+    eager = Eager(tiny("qwen2"), device="cpu", dtype="float32", max_model_len=64)
+    prompts = [[9] * 63, [8] * 62, [7] * 3, [6] * 17, [5] * 60]
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    for _ in range(2):
+        assert ids(llm.generate(prompts, params)) == ids(eager.generate(prompts, params))
+    score = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    assert len(llm.generate([[9] * 64], score)[0].prompt_logprobs) == 64
+
+
+def test_padding_writes_to_the_dummy_block_alone(tiny):
+    """3 rows in a bucket of 4, every block in use. vllm-project/vllm#43810."""
+    llm = engine(tiny("qwen2"), max_num_seqs=4, kv_cache_mb=0.25)
+    store, pool = llm.engine.runner.step.store, llm.engine.scheduler.cache.pool
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    stream = llm.stream([[5] * 3, [6] * 4, [7] * 5], params)
+    for _ in range(7):
+        next(stream)
+    before = store.data.clone()
+    written = {b for entry in llm.engine.scheduler.running for b in entry.sequence.block_table}
+    next(stream), next(stream), next(stream)
+    written |= {b for entry in llm.engine.scheduler.running for b in entry.sequence.block_table}
+    same = (store.data == before) | (store.data.isnan() & before.isnan())
+    changed = {block for block in range(pool.num_blocks) if not same[:, :, block].all()}
+    assert changed <= written | {0}
+    assert store.data[:, :, sorted(written)].isfinite().any()
+    assert len(list(stream)) == 17
+
+
+def test_a_graph_outlives_the_requests_that_it_was_captured_for(tiny):
+    """A, B over other blocks, A again, and then with other weights in place. gittensor-ai-lab/sparkinfer#150."""
+    folder = tiny("qwen2")
+    llm, eager = engine(folder), Eager(folder, device="cpu", dtype="float32", block_size=4)
+    a, b, params = [[5] * 9], [[8] * 21, [7]], SamplingParams(max_tokens=8, ignore_eos=True)
+    runs = [ids(llm.generate(prompts, params)) for prompts in (a, b, a)]
+    assert runs == [ids(eager.generate(prompts, params)) for prompts in (a, b, a)]
+    c = [[11] * 10, [12] * 3]  # nothing of it is in any cache
+    old, changed = ids(eager.generate(c, params)), Eager(folder, device="cpu", dtype="float32")
+    with torch.no_grad():
+        for model in (llm.model, changed.model):
+            model.layers[0].mlp.down_proj.weight.mul_(-3.0)
+    assert ids(llm.generate(c, params)) == ids(changed.generate(c, params)) != old
+
+
+def test_the_slots_of_a_step_are_sent_when_they_change_and_else_not(tiny):
+    """A steady decode sends nothing at all but a block now and then."""
+    llm = engine(tiny("qwen2"), block_size=64)
+    sent, send = [], llm.engine.runner.mailbox.send
+    llm.engine.runner.mailbox.send = lambda parts: (sent.append(sum(map(len, parts))), send(parts))[1]
+    llm.generate([[5] * 3, [6] * 4, [7] * 5], SamplingParams(max_tokens=30, ignore_eos=True))
+    assert len(sent) == 2, "the prompts; and once who sits where"
+    assert llm.engine.runner.graphs.replays == 30
+    sent.clear()
+    llm.generate([[8] * 4, [6] * 4, [7] * 5], [SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 20, 30)])
+    assert len(sent) == 4, "and when one leaves"

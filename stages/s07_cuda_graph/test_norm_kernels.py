@@ -1,0 +1,167 @@
+"""The fused norm, rope and SwiGLU kernels against the torch functions, in Triton's interpreter and, there, on a GPU."""
+
+import importlib.util
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from stages.s01_forward import layers
+from stages.s01_forward.ops import TORCH_OPS
+from stages.s03_paged_kv.ops import PagedOps
+from stages.s07_cuda_graph.fused_ops import fused_ops
+from stages.s07_cuda_graph.interpreted import compare_norm, interpreter, run_norm
+from stages.s07_cuda_graph.norm_cases import EPS, NormCase, gpu_cases, small_cases
+
+CPU = torch.device("cpu")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton has no package for this platform"
+)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPoolExecutor]:
+    with interpreter() as executor:
+        yield executor
+
+
+@needs_triton
+@pytest.mark.parametrize("case", list(small_cases()), ids=str)
+def test_kernel_equals_torch(pool, case):
+    """The interpreter cuts digits off where a GPU rounds to bf16, so there up to four units in the last place."""
+    errors = pool.submit(compare_norm, case).result()
+    truncated = case.dtype == torch.bfloat16
+    assert errors.error <= 4 * 2**-7 if truncated else errors.within_limits(case.dtype), errors
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("op", "sizes"),
+    [("rms_norm", (45, 24)), ("add_rms_norm", (9, 100)), ("norm_rope", (5, 7, 1, 20)), ("norm_rope", (8, 4, 2, 8))],
+)
+def test_several_rows_in_a_program(pool, op, sizes):
+    """As with many tokens; the last program is not full."""
+    errors = pool.submit(compare_norm, NormCase(op, sizes, torch.float16, 1), many=1).result()
+    assert errors.within_limits(torch.float16), errors
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_on_the_gpu():
+    assert not [(name, error) for name, error, allowed in gpu_cases(torch.device("cuda")) if not error <= allowed]
+
+
+@needs_triton
+def test_results_lie_over_the_inputs(pool):
+    """What `Ops` allows. (In the interpreter's process: what comes back from there is a copy.)"""
+    qkv = torch.randn(3, 4, 8)
+    angles = torch.randn(3, 4)
+    assert pool.submit(_keeps_memory, "add_rms_norm", (torch.ones(3, 4), torch.ones(3, 4), torch.ones(4), EPS)).result()
+    rope = (qkv[:, :2], qkv[:, 2:3], None, None, angles.cos(), angles.sin(), EPS)
+    assert pool.submit(_keeps_memory, "norm_rope", rope).result()
+
+
+def _keeps_memory(op, arguments):
+    out = run_norm(op, *arguments)
+    inputs = {"add_rms_norm": arguments[1:2], "norm_rope": arguments[:2]}[op]
+    return all(a is b for a, b in zip(out[-len(inputs) :], inputs, strict=True))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("op", "arguments", "words"),
+    [
+        ("rms_norm", (torch.ones(2, 4), torch.ones(5), EPS), r"weight \(5,\)"),
+        ("rms_norm", (torch.ones(2, 4), torch.ones(4).half(), EPS), "float16 does not fit"),
+        ("rms_norm", (torch.ones(4, 2).T, torch.ones(4), EPS), "rows without gaps"),
+        ("add_rms_norm", (torch.ones(2, 4), torch.ones(3, 4), torch.ones(4), EPS), r"residual \(3, 4\)"),
+        ("add_rms_norm", (torch.ones(2, 4), torch.ones(2, 4).half(), torch.ones(4), EPS), "float16 .* does not fit"),
+        ("silu_mul", (torch.ones(2, 5),), "even number of columns, not 5"),
+        ("silu_mul", (torch.ones(4, 2).T,), "rows without gaps"),
+    ],
+)
+def test_what_does_not_fit_is_refused(pool, op, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        pool.submit(run_norm, op, *arguments).result()
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"k": torch.ones(2, 1, 8)}, "equal tokens"),
+        ({"k": torch.ones(3, 1, 6)}, "equal tokens"),
+        ({"k": torch.ones(3, 1, 8).half()}, "equal tokens, dtypes"),
+        ({"q": torch.ones(3, 2, 7), "k": torch.ones(3, 1, 7)}, "even head sizes"),
+        ({"q": torch.ones(3, 8, 2).transpose(1, 2)}, "heads without gaps"),
+        ({"k_weight": torch.ones(8)}, "both or neither"),
+        ({"q_weight": torch.ones(4), "k_weight": torch.ones(8)}, r"weight \(4,\)"),
+        ({"cos": torch.ones(2, 4)}, r"contiguous \[3, 4\]"),
+        ({"sin": torch.ones(4, 3).T}, r"contiguous \[3, 4\]"),
+    ],
+)
+def test_heads_and_angles_that_do_not_fit_are_refused(pool, change, words):
+    arguments = {
+        "q": torch.ones(3, 2, 8), "k": torch.ones(3, 1, 8), "q_weight": None, "k_weight": None,
+        "cos": torch.ones(3, 4), "sin": torch.ones(3, 4),
+    } | change  # fmt: skip
+    with pytest.raises(ValueError, match=words):
+        pool.submit(run_norm, "norm_rope", *arguments.values(), EPS).result()
+
+
+class TestTheComparison:
+    """It notices what a kernel is likely to get wrong."""
+
+    @pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "silu_mul", "norm_rope"])
+    def test_the_torch_version_passes(self, op):
+        case = NormCase(op, (5, 6, 2, 64) if op == "norm_rope" else (5, 1000), torch.bfloat16, 1)
+        errors = case.compare(getattr(TORCH_OPS, op), CPU)
+        assert (errors.error, errors.share) == (0.0, 0.0)
+
+    def test_weight_before_the_cast(self):
+        def wrong(x, weight, eps):
+            return (weight.float() * layers.rms_norm(x.float(), torch.ones(()), eps)).to(x.dtype)
+
+        assert self.share_of("rms_norm", wrong) > 0.1
+
+    def test_sum_not_rounded_before_the_norm(self):
+        def wrong(x, residual, weight, eps):
+            total = x.float() + residual.float()
+            return weight * layers.rms_norm(total, torch.ones(()), eps).to(x.dtype), total.to(x.dtype)
+
+        assert self.share_of("add_rms_norm", wrong) > 0.05
+
+    def test_silu_not_rounded_before_the_product(self):
+        def wrong(gate_up):
+            gate, up = gate_up.float().chunk(2, dim=-1)
+            return (F.silu(gate) * up).to(gate_up.dtype)
+
+        assert self.share_of("silu_mul", wrong) > 0.1
+
+    def test_norm_after_the_rotation(self):
+        def wrong(q, k, q_weight, k_weight, *rest):
+            q, k = layers.norm_rope(q, k, None, None, *rest)
+            return layers.rms_norm(q, q_weight, EPS), layers.rms_norm(k, k_weight, EPS)
+
+        assert self.share_of("norm_rope", wrong, (5, 6, 2, 64)) > 0.5
+
+    def test_a_write_outside_the_heads(self):
+        def wrong(q, k, *rest):
+            q.as_strided(q.shape, q.stride(), q.storage_offset() + 1).zero_()
+            return layers.norm_rope(q, k, *rest)
+
+        assert self.share_of("norm_rope", wrong, (5, 6, 2, 64)) == 1.0
+
+    @staticmethod
+    def share_of(op, function, sizes=(5, 1000)):
+        """Of elements that differ, in a comparison that fails."""
+        case = NormCase(op, sizes, torch.bfloat16, 1)
+        errors = case.compare(function, CPU)
+        assert not errors.within_limits(case.dtype)
+        return errors.share
+
+
+def test_table():
+    """On a CPU, or switched off, it is stage 03's."""
+    assert fused_ops(CPU) == PagedOps() == fused_ops(CPU, fused=False)
