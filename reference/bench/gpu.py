@@ -168,7 +168,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m reference.bench gpu", description=__doc__)
     stages = [int(name[1:3]) for name in stage_names() if int(name[1:3]) >= 4]
     parser.add_argument("--model-shape", choices=(*SHAPES, "all"), required=True)
-    parser.add_argument("--stage", type=int, choices=stages, default=7, help="7 by default: later ones add no speed here")
+    parser.add_argument("--stage", type=int, choices=stages, default=7, help="7: later ones add no speed here")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--workloads", nargs="+", choices=NAMES, default=NAMES)
     which.add_argument("--all", action="store_const", dest="workloads", const=NAMES, help="all five (the default)")
