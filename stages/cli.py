@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import io
 import sys
 import time
@@ -25,6 +26,13 @@ class Dtype(StrEnum):
     float32 = "float32"
 
 
+class Acceptance(StrEnum):
+    """Rules by which guesses stand."""
+
+    match = "match"
+    ratio = "ratio"
+
+
 Model = Annotated[str, typer.Argument(help="A folder, a hub id such as Qwen/Qwen3-0.6B, or 'demo'.")]
 Stage = Annotated[int | None, typer.Option(help="Which stage's engine answers; the latest if left out.")]
 
@@ -45,6 +53,13 @@ def generate(
     dtype: Annotated[Dtype, typer.Option()] = Dtype.auto,
     max_model_len: Annotated[int | None, typer.Option(help="Prompt and answer together, in tokens.")] = None,
     kv_cache_mb: Annotated[float | None, typer.Option(help="Memory for the KV cache, in MB; from stage 2 on.")] = None,
+    speculative: Annotated[
+        str | None, typer.Option(help="Who guesses ahead: ngram, layers:12, or a smaller model; from stage 8 on.")
+    ] = None,
+    num_draft_tokens: Annotated[int | None, typer.Option(help="Guesses per step, with --speculative.")] = None,
+    acceptance: Annotated[
+        Acceptance | None, typer.Option(help="Which guesses stand, with --speculative; match if left out.")
+    ] = None,
 ) -> None:
     """Answer prompts, streaming the text as it comes."""
     started = time.perf_counter()
@@ -56,14 +71,16 @@ def generate(
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop or ()
         )
+        engine = engine_of(stage)
         sizes = {} if kv_cache_mb is None else {"kv_cache_mb": kv_cache_mb}
-        llm = engine_of(stage)(
+        llm = engine(
             model,
             device=device,
             dtype=dtype.value,
             max_model_len=max_model_len,
             progress=sys.stderr.isatty(),
             **sizes,
+            **guessing(engine, speculative, num_draft_tokens, acceptance),
         )
         as_chat = not raw and llm.tokenizer is not None and llm.tokenizer.has_chat_template
         typer.secho(f"{llm.folder.name} ready in {time.perf_counter() - started:.1f} s", dim=True, err=True)
@@ -79,6 +96,10 @@ def generate(
             seconds = time.perf_counter() - begun
             typer.echo()
             typer.secho(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s", dim=True, err=True)
+        if speculative is not None and llm.speculative is not None:  # no guesses: --num-draft-tokens 0
+            stats = llm.engine.stats
+            told = f"{stats.accepted} of {stats.drafted} guesses stood"
+            typer.secho(f"{told}, {stats.tokens_per_row:.1f} tokens from each step with guesses", dim=True, err=True)
 
 
 @app.command()
@@ -97,6 +118,18 @@ def engine_of(stage: int | None) -> Any:
     if number not in engines:
         raise ValueError(f"there is no engine of stage {number}; there are {', '.join(map(str, engines))}")
     return importlib.import_module(f"stages.{engines[number]}.llm").LLM
+
+
+def guessing(engine: Any, speculative: str | None, count: int | None, rule: Acceptance | None) -> dict[str, Any]:
+    """The options of speculative decoding that were given. ValueError if the engine has none, or nobody guesses."""
+    given = {"speculative": speculative, "num_draft_tokens": count, "acceptance": rule and rule.value}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given and not any("speculative" in inspect.signature(each.__init__).parameters for each in engine.__mro__):
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"the engine of stage {int(engine.__module__.split('.')[1][1:3])} does not guess: no {flags}")
+    if given and speculative is None:
+        raise ValueError("--num-draft-tokens and --acceptance say how to guess; --speculative says who does")
+    return given
 
 
 class plain_errors:

@@ -5,6 +5,7 @@ import sys
 
 NAMES = {
     "gpu": "the five workloads on a GPU, ablation, batch sizes",
+    "gpu-speculative": "guessing ahead on a GPU: cost of verifying, gain by acceptance and by rows",
     "peers": "other engines' figures and ours, as a table",
     "report": "a result as a table",
     "small-card": "a model in 5.1 GB of device memory",
@@ -15,7 +16,7 @@ NAMES = {
 def main() -> None:
     """Hand the rest of the command line to the benchmark that it names."""
     if len(sys.argv) < 2 or sys.argv[1] not in NAMES:
-        lines = "\n".join(f"  {name:12} {text}" for name, text in NAMES.items())
+        lines = "\n".join(f"  {name:16} {text}" for name, text in NAMES.items())
         sys.exit(f"usage: python -m reference.bench NAME [options]\n{lines}")
     module = importlib.import_module(f"reference.bench.{sys.argv[1].replace('-', '_')}")
     module.main(sys.argv[2:])

@@ -1,6 +1,7 @@
 """`stepinfer generate` and `stepinfer download`, as typed."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -54,6 +55,41 @@ def test_latest_stage_is_the_default(tiny):
     )
 
 
+def around(weights):
+    """After "c" comes "a" again."""
+    a, c = byte_ids("ac")
+    weights["lm_head.weight"][a] = 4.0 * weights["model.embed_tokens.weight"][c]
+
+
+@pytest.mark.parametrize("guesser", ["ngram", "layers:1"])
+def test_guessing_changes_no_text(guesser, tiny, tmp_path):
+    """The model goes round, so every guess stands; the step that computes the prompt, and the first ones, have none."""
+    folder = edited(scripted(tiny("qwen2"), tmp_path / "once", [byte_ids("#abc")]), tmp_path / "around", around)
+    options = ["--raw", "--max-tokens", 48]
+    plain = run("generate", folder, "#", *options)
+    result = run("generate", folder, "#", *options, "--speculative", guesser, "--num-draft-tokens", 3)
+    assert (result.exit_code, result.stdout) == (0, "abc" * 16 + "\n") == (0, plain.stdout)
+    told = re.search(r"(\d+) of (\d+) guesses stood, 3\.[89] tokens from each step with guesses\n", result.stderr)
+    assert told and 30 <= int(told[1]) == int(told[2]) <= 35
+    assert "guesses" not in plain.stderr
+
+
+def test_guessing_by_the_ratio_rule(tiny):
+    options = ["--raw", "--max-tokens", 12, "--temperature", 0.8, "--seed", 5]
+    guess = ["--speculative", "layers:1", "--acceptance", "ratio"]
+    first, second = (run("generate", tiny("qwen3"), "Once", *options, *guess) for _ in range(2))
+    assert first.exit_code == 0
+    assert first.stdout == second.stdout
+    assert "guesses stood" in first.stderr
+
+
+def test_no_guesses_asked_for_is_no_guessing(tiny):
+    options = ["--raw", "--max-tokens", 3]
+    result = run("generate", tiny("llama"), "Once", *options, "--speculative", "ngram", "--num-draft-tokens", 0)
+    assert (result.exit_code, result.stdout) == (0, run("generate", tiny("llama"), "Once", *options).stdout)
+    assert "guesses" not in result.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -65,6 +101,13 @@ def test_latest_stage_is_the_default(tiny):
         (["--device", "gpu"], "device 'gpu' is not supported"),
         (["--dtype", "int8"], "int8"),
         (["--stop", ""], "stop"),
+        (["--speculative", "ngram", "--stage", 7], "the engine of stage 7 does not guess: no --speculative"),
+        (["--num-draft-tokens", 3, "--stage", 1], "the engine of stage 1 does not guess: no --num-draft-tokens"),
+        (["--num-draft-tokens", 3], "--speculative says who does"),
+        (["--acceptance", "ratio"], "--speculative says who does"),
+        (["--speculative", "ngram", "--num-draft-tokens", -1], "num_draft_tokens is -1"),
+        (["--speculative", "ngram", "--acceptance", "all"], "'all' is not one of"),
+        (["--speculative", "layers:99"], "a draft of 99 layers"),
     ],
     ids=str,
 )

@@ -52,6 +52,12 @@ class PagedCache:
         if num_tokens > sequence.num_kv:  # `max` is a call more, for every row of every step
             sequence.num_kv = num_tokens
 
+    def trim(self, sequence: Sequence) -> None:
+        """Give back the blocks behind the one that the next token goes to; what was written there is not wanted."""
+        needed = self.blocks_for(sequence.num_kv + 1)
+        unwanted, sequence.block_table[needed:] = sequence.block_table[needed:], []
+        self.pool.give_back(unwanted)
+
     def fork(self, sequence: Sequence) -> Sequence:
         """A second sequence with the same tokens that shares all K/V until one of the two writes to a shared block."""
         twin = Sequence(list(sequence.token_ids), extra_key=sequence.extra_key)

@@ -60,6 +60,7 @@ class LLM(BaseLLM):
             num_rows=max_num_seqs,
             reserved=self.reserved_bytes(),
         )
+        budget *= self.kv_share()
         blocks = {"block_size": block_size, "spare_blocks": 1}  # the spare one is the dummy
         if kv_cache_mb is None:
             self.shorten(tokens_held(budget, self.config, self.dtype, **blocks))
@@ -73,6 +74,10 @@ class LLM(BaseLLM):
         budget = max(2048, self.max_model_len) if wanted is None else wanted
         check_int("max_num_batched_tokens", budget, self.max_model_len)
         return budget
+
+    def kv_share(self) -> float:
+        """How much of the KV budget is the model's own: all, until there is a second model (stage 08)."""
+        return 1.0
 
     def reserved_bytes(self) -> int:
         """What the engine takes of a GPU beside weights, activations and cache."""

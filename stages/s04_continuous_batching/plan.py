@@ -18,6 +18,12 @@ class PlannedRow(NamedTuple):
     request: Request
     span: Span
     samples: bool
+    drafts: tuple[int, ...] = ()  # guesses at the end of the span, to be verified (stage 08)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The ids of the tokens that are computed, the guesses included."""
+        return [*self.span.token_ids[self.span.start : self.span.end - len(self.drafts)], *self.drafts]
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class Scheduler:
         if cache.pool.is_shared(sequence.block_table[start // cache.block_size]):
             return False
         span = tuple.__new__(Span, (sequence, start, end))  # `Span(...)`, without the Python function in between
-        step.rows.append(tuple.__new__(PlannedRow, (request, span, True)))
+        step.rows.append(tuple.__new__(PlannedRow, (request, span, True, ())))
         step.num_tokens += 1
         sequence.num_kv = end
         return True
@@ -200,26 +200,32 @@ class Scheduler:
         """Hand out a step's tokens. A request that ends frees its blocks at once; an aborted one is passed over."""
         events: list[tuple[Request, TokenEvent]] = []
         for row, (tokens, prompt_logprobs, error) in zip(plan.rows, result.rows, strict=True):
-            request, (sequence, start, end), samples = row
+            request, (sequence, start, end), samples, _ = row
             if request.state == "finished":
                 continue
             generation = request.generation
-            if request.state == "running":  # the next step may be planned already (stage 07), and have preempted it
-                self.cache.commit(sequence, end)
             request.num_computed += end - start
             if error is not None:
                 events.append((request, generation.fail(error)))
                 self.abort(request)
                 continue
             request.prompt_logprobs += prompt_logprobs
+            taken = 0
             for token in tokens:
                 self.take(row, token)
+                taken += 1
                 events.append((request, generation.append(token)))
                 if generation.finish_reason is not None:
                     break
+            if request.state == "running":  # the next step may be planned already (stage 07), and have preempted it
+                self.cache.commit(sequence, self.written(row, taken))
             if samples and generation.finish_reason is not None:
                 self.finish(request)
         return events
+
+    def written(self, row: PlannedRow, taken: int) -> int:
+        """Tokens whose K/V holds after a row that gave `taken` tokens: all of its own, unless it guessed (stage 08)."""
+        return row.span.end
 
     def take(self, row: PlannedRow, token: SampledToken) -> None:
         """Append a sampled token to its sequence; the generation has a list of its own, of the answer alone."""

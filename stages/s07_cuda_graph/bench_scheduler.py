@@ -44,7 +44,7 @@ def answer(plan: Plan) -> StepResult:
 def edits(rows: int, tokens: int) -> Callable[[Plan], object]:
     """What the runner of this stage derives from a plan: what has changed."""
     state = DeviceState(rows, -(-tokens // BLOCK_SIZE), 1, torch.device("cpu"))
-    slots = Slots(state)
+    slots = Slots(state, BLOCK_SIZE)
 
     def follow(plan: Plan) -> None:
         slots.follow_group(plan) if isinstance(plan, GroupPlan) else slots.follow(plan)

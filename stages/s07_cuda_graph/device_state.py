@@ -76,10 +76,14 @@ class DeviceState:
         row[torch.tensor(generation.prompt_token_ids, device=device)] = 1
         if generation.token_ids:
             made = torch.tensor(generation.token_ids, device=device)
-            times = torch.zeros(len(row), dtype=torch.int32, device=device).index_add_(
-                0, made, torch.ones_like(made).int()
-            )
+            times = torch.zeros(len(row), dtype=torch.int32, device=device)
+            times.index_add_(0, made, torch.ones_like(made).int())
             row += (2 * times.clamp(max=MOST_SEEN // 2)).to(row.dtype)
+
+    def count_tokens(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Tokens that the host chose for a request with penalties join its history."""
+        for token_id in token_ids:
+            self.history[slot, token_id] = (self.history[slot, token_id] + 2).clamp(max=MOST_SEEN)
 
 
 def float_bits(value: float) -> int:

@@ -64,7 +64,7 @@ class FakeGraphs(Graphs):
         inputs = StepInputs(size, state.blocks_per_slot, state.flat.device)
         inputs.packed.fill_(GARBAGE)
         hidden = torch.full((size.tokens, model.config.hidden_size), float("nan"), dtype=self.step.store.data.dtype)
-        logits = hidden.new_full((size.rows, model.config.vocab_size), float("nan"))
-        outputs = StepOutputs(hidden, logits, torch.full((size.rows,), GARBAGE, dtype=torch.int32))
+        logits = hidden.new_full((size.samples, model.config.vocab_size), float("nan"))
+        outputs = StepOutputs(hidden, logits, torch.full((size.samples,), GARBAGE, dtype=torch.int32))
         graph = Replay(self, inputs, outputs)
         return Captured(inputs, padded_plan(inputs, self.step.shape, self.longest), graph, outputs)  # type: ignore[arg-type]

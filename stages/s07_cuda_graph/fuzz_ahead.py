@@ -76,7 +76,7 @@ class LateRunner(FakeRunner):
         return marks
 
     def write(self, row: PlannedRow) -> None:
-        (request, span, _), tokens = row, self.tokens_of(row.request)
+        request, span, tokens = row.request, row.span, self.tokens_of(row.request)
         for position, token_id in enumerate(span.token_ids[span.start : span.end], start=span.start):
             if token_id == PENDING:
                 at_hand = self.stay.get(request) == request.num_preemptions

@@ -69,20 +69,22 @@ class Graphs:
         self.replays, self.eager = 0, Counter[str]()
         self.refused = ""  # why this model's step cannot be recorded
 
-    def size_of(self, plan: Plan, decode: bool) -> StepSize | None:
-        """The smallest size that holds a plan; None, and the reason is counted, if it goes without a graph."""
+    def size_of(self, plan: Plan, queries: int) -> StepSize | None:
+        """The smallest size that holds a plan; None, and the reason is counted, if it goes without a graph.
+
+        queries: as in `StepSize`. Padding tokens need a padding row; in a decode step each padding row is one.
+        """
         rows, tokens = len(plan.rows), plan.num_tokens
         if self.refused:
             self.eager[self.refused] += 1
             return None
-        if decode:
+        if queries:
             bucket = self.decode_rows[bisect_left(self.decode_rows, rows)]
-            return StepSize(bucket, bucket, decode=True)
+            return StepSize(bucket * queries, bucket + (queries > 1), queries)
         padded = self.mixed_tokens[bisect_left(self.mixed_tokens, tokens)]
         if padded > MIXED_TOKENS[-1] and tokens < FULL * padded:
             self.eager[f"between {MIXED_TOKENS[-1]} tokens and a full step of {padded}"] += 1
             return None
-        # One row more than there are: padding tokens need a padding row.
         room = self.mixed_rows[bisect_left(self.mixed_rows, rows + 1)]
         return mixed_size(padded, room, self.step.shape, self.longest)
 
@@ -104,7 +106,7 @@ class Graphs:
 
     def capture_all(self) -> None:
         """Every size, the largest first: the smaller ones then find room in the memory that it took."""
-        sizes = [StepSize(rows, rows, decode=True) for rows in self.decode_rows]
+        sizes = [StepSize(rows, rows, queries=1) for rows in self.decode_rows]
         for tokens in self.mixed_tokens:
             rows = [rows for rows in self.mixed_rows if rows <= tokens or rows == self.mixed_rows[0]]
             sizes += [mixed_size(tokens, each, self.step.shape, self.longest) for each in rows]

@@ -78,21 +78,26 @@ class LLM(PrefixLLM):
         return SteadyScheduler(cache, swap, self.max_num_seqs, self.max_num_batched_tokens, self.max_chunk)
 
     def make_engine(self, scheduler: Scheduler, store: KVStore, host_store: KVStore) -> Engine:
-        """A state on the device, the step over it, graphs of the step, and the loop with its lag."""
+        """A runner over a state on the device, and the loop with its lag."""
+        assert isinstance(scheduler, AheadScheduler)
+        step, graphs = self.make_step(store)
+        runner = GraphRunner(step, host_store, graphs, self.max_num_batched_tokens)
+        return OverlapEngine(scheduler, runner, ahead=int(self.overlap))
+
+    def make_step(self, store: KVStore) -> tuple[Step, Graphs | None]:
+        """A state on the device, the step over it, and graphs of the step."""
         config, block_size = self.config, store.data.shape[3]
         shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, block_size, self.dtype.itemsize)
         blocks = -(-self.max_model_len // block_size)
         state = DeviceState(self.max_num_seqs, blocks, config.vocab_size, self.device)
         few = few_rows(self.model) if self.kernels and self.few_rows else None
         step = Step(self.model, self.ops, step_ops(self.kernels), store, shape, state, few)
-        graphs = None
-        if self.graphs and has_kernels(self.device):
-            graphs = Graphs(step, self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len)
-            if self.capture == "start":
-                graphs.capture_all()
-        assert isinstance(scheduler, AheadScheduler)
-        runner = GraphRunner(step, host_store, graphs, self.max_num_batched_tokens)
-        return OverlapEngine(scheduler, runner, ahead=int(self.overlap))
+        if not self.graphs or not has_kernels(self.device):
+            return step, None
+        graphs = Graphs(step, self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len)
+        if self.capture == "start":
+            graphs.capture_all()
+        return step, graphs
 
     def run(self, requests: Rows[PromptRequest]) -> Iterator[TokenEvent]:
         """As before. Meanwhile the garbage collector leaves alone what was there when it began: weights, caches, books.

@@ -40,13 +40,16 @@ class OverlapEngine(Engine):
     def step(self) -> Events:
         """Start a step, and hand out the tokens of the one before. Errors as in `Engine.step`."""
         self.failed = []
-        self.host_bound = {request for request in self.host_bound if request.state != "finished"}
-        lag = 0 if self.host_bound else self.ahead
+        lag = self.lag()
         events: Events = []
         # 0: the plan needs all tokens. So after a start that failed: who was preempted for it may come back now.
         self.read(0 if self.stumbled else lag, events)
         self.stumbled = False
-        plan = self.scheduler.schedule()
+        try:
+            plan = self.plan()
+        except BaseException:
+            self.failed = events  # tokens that have just come are not lost with it
+            raise
         if plan.rows or plan.swap_out:
             try:
                 self.under_way.append((plan, self.runner.execute(plan)))
@@ -56,6 +59,15 @@ class OverlapEngine(Engine):
                 raise
         self.read(lag if plan.rows else 0, events)
         return events
+
+    def lag(self) -> int:
+        """Steps that may be under way when the next is planned."""
+        self.host_bound = {request for request in self.host_bound if request.state != "finished"}
+        return 0 if self.host_bound else self.ahead
+
+    def plan(self) -> Plan:
+        """The next step."""
+        return self.scheduler.schedule()
 
     def read(self, lag: int, events: Events) -> None:
         """Wait for all steps but the last `lag`; `events` gets their tokens. If one failed, so have those after it."""

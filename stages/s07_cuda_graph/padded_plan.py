@@ -19,15 +19,15 @@ def prompt_tiles(shape: AttentionShape, longest: int) -> TileSizes:
 def mixed_size(tokens: int, rows: int, shape: AttentionShape, longest: int) -> StepSize:
     """A size with room for every way to cut `tokens` into at most `rows` rows."""
     queries = prompt_tiles(shape, longest).block_m // shape.group
-    return StepSize(tokens, rows, decode=False, long_tiles=-(-tokens // queries) + rows, queries_per_tile=queries)
+    return StepSize(tokens, rows, long_tiles=-(-tokens // queries) + rows, queries_per_tile=queries)
 
 
 def padded_plan(inputs: StepInputs, shape: AttentionShape, longest: int) -> KernelPlan:
-    """One launch for rows with one token; in a mixed step a second for the others. `longest`: max_model_len."""
-    size = inputs.size
-    short = pick_tiles(shape, size.rows, shape.group, longest)
-    tile_map = None if size.decode else inputs.short_map
-    launches = [launch(short, size.rows, 1, tile_map, shape, longest)]
+    """One launch for rows with one token, or few; in a mixed step a second for the others. `longest`: max_model_len."""
+    size, queries = inputs.size, max(inputs.size.queries, 1)
+    short = pick_tiles(shape, size.rows, queries * shape.group, longest)
+    tile_map = None if size.queries else inputs.short_map
+    launches = [launch(short, size.rows, queries, tile_map, shape, longest)]
     if size.long_tiles:
         long = prompt_tiles(shape, longest)
         launches.append(launch(long, size.long_tiles, size.queries_per_tile, inputs.long_map, shape, longest))

@@ -51,18 +51,20 @@ class LateHandle:
 class GraphRunner:
     """Does what the plan says, as stage 04's `Runner`, over a state that lives on the device.
 
-    graphs: None: every step is launched operation by operation. tap: if a list, each step appends the logits [N, V] of
-    the rows that sample (for checks).
+    graphs: None: every step is launched operation by operation. queries: tokens of a row that may sample in one step.
+    tap: if a list, each step appends the logits [N, V] of the rows that sample (for checks).
     """
 
-    def __init__(self, step: Step, host_store: KVStore, graphs: Graphs | None, max_num_tokens: int) -> None:
+    def __init__(
+        self, step: Step, host_store: KVStore, graphs: Graphs | None, max_num_tokens: int, queries: int = 1
+    ) -> None:
         self.step, self.host_store, self.graphs = step, host_store, graphs
         self.state = step.state
-        self.slots = Slots(self.state)
+        self.slots = Slots(self.state, step.shape.block_size)
         device, S = self.state.flat.device, self.state.num_slots
         # Every entry of the state as an edit, every token of a step, and a few numbers for each row.
         self.mailbox = Mailbox(2 * self.state.flat.numel() + max_num_tokens + 2**16, device)
-        self.out = Ring(S, device)
+        self.out = Ring(S * queries, device)
         self.sent: dict[StepSize, list[int]] = {}  # slots that lie in a decode graph's inputs
         self.tap: list[Tensor] | None = None
 
@@ -75,35 +77,51 @@ class GraphRunner:
         if not plan.rows:
             return Handle(StepResult(()))
         slots = self.slots.follow_group(plan) if isinstance(plan, GroupPlan) else self.slots.follow(plan)
-        outputs = self.run(plan, slots)
-        tokens, event = self.out.next()
-        tokens = tokens[: len(slots)].copy_(outputs.tokens[: len(slots)], non_blocking=True)
-        if event is not None:
-            event.record()
-        if self.tap is not None:
-            self.tap.append(outputs.logits[[i for i, row in enumerate(plan.rows) if row.samples]].clone())
-        return LateHandle(plan, tokens[: len(slots)], event, self.on_host(plan, slots, outputs))
+        return self.handle(plan, slots, self.run(plan, slots))
 
     def run(self, plan: Plan, slots: list[int]) -> StepOutputs:
         """Through a graph, or launch by launch."""
-        decode = isinstance(plan, GroupPlan) or all(row.samples and row.span.num_new == 1 for row in plan.rows)
-        size = self.graphs.size_of(plan, decode) if self.graphs else None
+        queries = self.queries(plan)
+        size = self.graphs.size_of(plan, queries) if self.graphs else None
         captured = self.graphs.get(size) if self.graphs and size else None
         if self.graphs is None or size is None or captured is None:
-            return self.launch(plan, slots, decode)
-        same = decode and self.sent.get(size) == slots
-        self.send(captured.inputs, None if same else pack(plan, slots, size))
+            return self.launch(plan, slots, queries)
+        same = size.decode and self.sent.get(size) == slots
+        self.send(captured.inputs, None if same else self.pack(plan, slots, size))
         self.sent[size] = slots
         return self.graphs.replay(captured)
 
-    def launch(self, plan: Plan, slots: list[int], decode: bool) -> StepOutputs:
+    def launch(self, plan: Plan, slots: list[int], queries: int) -> StepOutputs:
         """Operation by operation, at the plan's own size."""
-        size = StepSize(plan.num_tokens, len(slots), decode)
+        size = StepSize(plan.num_tokens, len(slots), queries)
         inputs = StepInputs(size, self.state.blocks_per_slot, self.state.flat.device)
-        self.send(inputs, pack(plan, slots, size))
+        self.send(inputs, self.pack(plan, slots, size))
         self.step.step_ops.fill(inputs, self.state, self.step.shape.block_size)
         q_lens, seq_lens = [row.span.num_new for row in plan.rows], [row.span.end for row in plan.rows]
         return self.step.run(inputs, self.step.ops.make_plan(q_lens, seq_lens, inputs.block_table, self.step.shape))
+
+    def queries(self, plan: Plan) -> int:
+        """1 if every row is one token that samples, else 0; see `StepSize`."""
+        return int(isinstance(plan, GroupPlan) or all(row.samples and row.span.num_new == 1 for row in plan.rows))
+
+    def pack(self, plan: Plan, slots: list[int], size: StepSize) -> np.ndarray:
+        """The plan as a step's inputs."""
+        return pack(plan, slots, size)
+
+    def handle(self, plan: Plan, slots: list[int], outputs: StepOutputs) -> StepHandle:
+        """Send the tokens [R] on their way to the host."""
+        tokens, arrived = self.bring(outputs.tokens[: len(slots)])
+        if self.tap is not None:
+            self.tap.append(outputs.logits[[i for i, row in enumerate(plan.rows) if row.samples]].clone())
+        return LateHandle(plan, tokens, arrived, self.on_host(plan, slots, outputs))
+
+    def bring(self, tokens: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Copy tokens to pinned memory, in order of the stream: the next step may write over where they were."""
+        there, arrived = self.out.next()
+        there = there[: len(tokens)].copy_(tokens, non_blocking=True)
+        if arrived is not None:
+            arrived.record()
+        return there, arrived
 
     def send(self, inputs: StepInputs, packed: np.ndarray | None) -> None:
         """The step's inputs, if they are not there already, and the edits, if there are any: one copy."""

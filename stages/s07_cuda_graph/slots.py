@@ -28,13 +28,14 @@ class Seat:
     stay: int  # `num_preemptions` when it came: a request that was preempted since comes anew
     num_blocks: int = 0  # entries of its block table that were sent
     sampled: bool = False  # is its newest token in `last_token`?
+    guessed: bool = False  # did its last row carry guesses (stage 08)? The device counted those that fell, too
 
 
 class Slots:
     """Keeps the state on the device in step with the plans: edits for who joins and for new blocks, else nothing."""
 
-    def __init__(self, state: DeviceState) -> None:
-        self.state = state
+    def __init__(self, state: DeviceState, block_size: int) -> None:
+        self.state, self.block_size = state, block_size
         self.free = list(range(state.num_slots - 1, DUMMY_SLOT, -1))
         self.seats: dict[Request, Seat] = {}
         self.on_host: set[Request] = set()  # those of them whose steps the host waits for
@@ -70,10 +71,15 @@ class Slots:
             if seat.num_blocks < len(table):
                 self.state.edit_blocks(seat.slot, seat.num_blocks, table[seat.num_blocks :])
                 seat.num_blocks = len(table)
+            if seat.guessed:
+                self.state.edit("length", seat.slot, row.span.start)
+            seat.guessed = bool(row.drafts)
             if row.samples:
                 if not seat.sampled and row.span.num_new == 1:  # a decode row takes its token from the device
                     self.state.edit("last_token", seat.slot, row.span.token_ids[row.span.start])
-                seat.sampled = True
+                seat.sampled = not row.drafts
+            if row.drafts:  # blocks from here on may be given back, and others taken
+                seat.num_blocks = row.span.start // self.block_size
             slots.append(seat.slot)
         return slots
 
@@ -81,7 +87,7 @@ class Slots:
         """A slot for a request that has just been started, or started again."""
         request = row.request
         seat = self.seats.get(request) or Seat(self.free.pop(), 0)
-        seat.stay, seat.num_blocks, seat.sampled = request.num_preemptions, 0, False
+        seat.stay, seat.num_blocks, seat.sampled, seat.guessed = request.num_preemptions, 0, False, False
         self.seats[request] = seat
         on_host = needs_host(request.generation.params)
         self.state.edit("length", seat.slot, row.span.start)

@@ -80,5 +80,5 @@ def _keep_kernel(tokens_ptr, slots_ptr, last_token_ptr):
 
 
 def keep_tokens(tokens: torch.Tensor, slots: torch.Tensor, state: DeviceState) -> None:
-    """The sampled tokens [R] become the newest of their slots [R]."""
+    """The sampled tokens [N] become the newest of their slots [N]."""
     _keep_kernel[(tokens.shape[0],)](tokens, slots, state.last_token, num_warps=1)

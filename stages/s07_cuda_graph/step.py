@@ -27,7 +27,7 @@ def unpack(sent: Tensor, inputs: StepInputs, state: DeviceState, num_inputs: int
 
 
 def keep_tokens(tokens: Tensor, slots: Tensor, state: DeviceState) -> None:
-    """The sampled tokens [R] become the newest of their slots [R]."""
+    """The sampled tokens [N] become the newest of their slots [N]."""
     state.last_token[slots.long()] = tokens
 
 
@@ -55,8 +55,8 @@ class StepOutputs:
     """In a graph these are overwritten by the next step, of whatever size."""
 
     hidden: Tensor  # [T, H]
-    logits: Tensor  # [R, V], of each row's last token
-    tokens: Tensor  # [R] int32, -1: no token can be chosen
+    logits: Tensor  # [N, V], of each row's last token or of all tokens
+    tokens: Tensor  # [N] int32, -1: no token can be chosen
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,16 @@ class Step:
             self.store, self.ops, inputs.slot_mapping, inputs.block_table, inputs.seq_lens, inputs.cu_q, plan,
             self.shape.head_dim**-0.5,
         )  # fmt: skip
-        few = self.few if inputs.size.decode and self.few and inputs.size.rows <= self.few.most else None
+        size = inputs.size
+        few = self.few if size.queries and self.few and size.tokens <= self.few.most else None
         if few:
-            hidden = few.forward(self.model, inputs.input_ids, inputs.positions, ctx)  # [R, H]
-            logits = few.logits(self.model, hidden)  # [R, V]
+            hidden = few.forward(self.model, inputs.input_ids, inputs.positions, ctx)  # [T, H]
+            logits = few.logits(self.model, hidden)  # [N, V]
         else:
             hidden = self.model(inputs.input_ids, inputs.positions, ctx)  # [T, H]
-            last = hidden if inputs.size.decode else hidden[inputs.cu_q[1:].long() - 1]  # [R, H]
+            last = hidden if size.queries else hidden[inputs.cu_q[1:].long() - 1]  # [N, H]
             logits = self.model.logits(last)
-        tokens = self.step_ops.sample(logits, inputs.sample_slots, inputs.seq_lens, self.state.sampling)
+        places = inputs.positions + 1 if size.queries > 1 else inputs.seq_lens  # [N]: where the new tokens will stand
+        tokens = self.step_ops.sample(logits, inputs.sample_slots, places, self.state.sampling)
         self.step_ops.keep(tokens, inputs.sample_slots, self.state)
         return StepOutputs(hidden, logits, tokens)

@@ -18,15 +18,26 @@ NO_ROW = -1  # an empty tile of the attention kernel
 class StepSize:
     """Tokens and rows of a step, padded ones included.
 
-    decode: every row has one token and samples. long_tiles: room for the attention tiles of rows with several tokens,
-    each of `queries_per_tile`; 0 where the attention plan is made anew for every step.
+    queries: no row has more tokens, and all of them sample: 1 in a decode step, more where guesses are verified (stage
+    08). 0: rows have any number of tokens, and sample after their last. long_tiles: then, room for the attention tiles
+    of rows with several tokens, each of `queries_per_tile`; 0 where the attention plan is made anew for every step.
     """
 
     tokens: int
     rows: int
-    decode: bool
+    queries: int = 0
     long_tiles: int = 0
     queries_per_tile: int = 1
+
+    @property
+    def decode(self) -> bool:
+        """Is each row one token?"""
+        return self.queries == 1
+
+    @property
+    def samples(self) -> int:
+        """Tokens that come out."""
+        return self.tokens if self.queries else self.rows
 
 
 class StepInputs:
@@ -34,10 +45,10 @@ class StepInputs:
 
     def __init__(self, size: StepSize, blocks_per_row: int, device: torch.device) -> None:
         self.size, T, R = size, size.tokens, size.rows
-        parts = (R, R + 1, R, T, 0 if size.decode else 2 * R, 2 * size.long_tiles)
+        parts = (R, R + 1, size.samples, T, 0 if size.queries else 2 * R, 2 * size.long_tiles)
         self.packed = torch.empty(sum(parts), dtype=torch.int32, device=device)
         views = self.packed.split(parts)
-        self.slots, self.cu_q, self.sample_slots = views[0], views[1], views[2]  # [R], [R + 1], [R]
+        self.slots, self.cu_q, self.sample_slots = views[0], views[1], views[2]  # [R], [R + 1], [N]
         self.ids = views[3]  # [T], or ON_DEVICE
         self.short_map, self.long_map = views[4].view(2, -1), views[5].view(2, -1)  # row and first query of each tile
         self.input_ids = torch.empty(T, dtype=torch.int64, device=device)
@@ -56,15 +67,17 @@ def pack(plan: Plan, slots: list[int], size: StepSize) -> np.ndarray:
     padded[: len(rows)] = slots
     if size.decode:
         return np.concatenate((padded, np.arange(R + 1, dtype=np.int32), padded, np.full(T, ON_DEVICE, np.int32)))
-    sampling = padded.copy()
-    sampling[: len(rows)] *= [row.samples for row in rows]
     cu_q = np.full(R + 1, T, np.int32)
     cu_q[: len(rows) + 1] = np.cumsum([0, *(row.span.num_new for row in rows)])
-    ids = np.zeros(T, np.int32)
-    for row, start, end in zip(rows, cu_q.tolist(), cu_q[1:].tolist(), strict=False):
-        span = row.span
-        single = row.samples and span.num_new == 1
-        ids[start:end] = ON_DEVICE if single else span.token_ids[span.start : span.end]
+    ids, sampling = np.zeros(T, np.int32), np.full(size.samples, DUMMY_SLOT, np.int32)
+    for number, (row, slot) in enumerate(zip(rows, slots, strict=True)):
+        start, end = int(cu_q[number]), int(cu_q[number + 1])
+        single = row.samples and row.span.num_new == 1
+        ids[start:end] = ON_DEVICE if single else row.token_ids
+        if row.samples:
+            sampling[slice(start, end) if size.queries else number] = slot
+    if size.queries:
+        return np.concatenate((padded, cu_q, sampling, ids))
     short, long = tile_maps(plan, size)
     return np.concatenate((padded, cu_q, sampling, ids, short.ravel(), long.ravel()))
 

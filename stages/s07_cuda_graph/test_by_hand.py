@@ -43,7 +43,7 @@ class TestFollow:
 
     def setup_method(self):
         self.state = DeviceState(3, 4, 32, CPU)
-        self.slots = Slots(self.state)
+        self.slots = Slots(self.state, 4)
 
     def follow(self, *rows, **keys) -> tuple[list[int], dict[int, int]]:
         """The slots, and the edits, which are made at once."""
@@ -127,7 +127,7 @@ class TestPack:
             request = ask(number, [5, 6, 7])
             request.sequence.token_ids.append(PENDING)
             rows.append(row(request, 3, 4))
-        inputs = unpacked(Plan(tuple(rows)), [2, 1, 3], StepSize(4, 4, decode=True))
+        inputs = unpacked(Plan(tuple(rows)), [2, 1, 3], StepSize(4, 4, queries=1))
         assert inputs.slots.tolist() == inputs.sample_slots.tolist() == [2, 1, 3, 0]
         assert inputs.cu_q.tolist() == [0, 1, 2, 3, 4]
         assert inputs.ids.tolist() == [ON_DEVICE] * 4
@@ -137,7 +137,7 @@ class TestPack:
         a, b, c, d = ask(1, [5, 6]), ask(2, range(10, 20)), ask(3, [7, 8, 9]), ask(4, [21, 22, 23, 24])
         a.sequence.token_ids.append(PENDING)
         plan = Plan((row(a, 2, 3), row(b, 4, 6), row(c, 0, 3), row(d, 2, 3)))
-        inputs = unpacked(plan, [4, 1, 3, 2], StepSize(10, 6, decode=False))
+        inputs = unpacked(plan, [4, 1, 3, 2], StepSize(10, 6, queries=0))
         assert inputs.slots.tolist() == [4, 1, 3, 2, 0, 0]
         assert inputs.sample_slots.tolist() == [4, 0, 3, 0, 0, 0]
         assert inputs.cu_q.tolist() == [0, 1, 3, 6, 7, 10, 10]
@@ -148,7 +148,7 @@ class TestPack:
         """Rows of one token in one map; the others' tiles of two queries in the other, most keys first."""
         a, b, c = ask(1, [5, 6]), ask(2, range(10, 20)), ask(3, [7, 8, 9])
         plan = Plan((row(c, 0, 3), row(a, 1, 2), row(b, 4, 6)))
-        inputs = unpacked(plan, [1, 2, 3], StepSize(8, 4, decode=False, long_tiles=5, queries_per_tile=2))
+        inputs = unpacked(plan, [1, 2, 3], StepSize(8, 4, queries=0, long_tiles=5, queries_per_tile=2))
         assert inputs.short_map.tolist() == [[1, NO_ROW, NO_ROW, NO_ROW], [0, 0, 0, 0]]
         assert inputs.long_map.tolist() == [[2, 0, 0, NO_ROW, NO_ROW], [0, 2, 0, 0, 0]]
 
@@ -171,7 +171,7 @@ class TestFill:
         return inputs
 
     def test_a_decode_step_and_the_next(self):
-        inputs = self.inputs(StepSize(4, 4, decode=True), [1, 2, 3, 0], [0, 1, 2, 3, 4], [ON_DEVICE] * 4)
+        inputs = self.inputs(StepSize(4, 4, queries=1), [1, 2, 3, 0], [0, 1, 2, 3, 4], [ON_DEVICE] * 4)
         places = [inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.seq_lens, inputs.block_table]
         fill(inputs, self.state, 4)
         assert places[0].tolist() == [71, 40, 12, 0]
@@ -190,7 +190,7 @@ class TestFill:
     def test_a_mixed_step(self):
         """A decode, a chunk of three, and two padding tokens in a padding row."""
         ids = [ON_DEVICE, 31, 32, 33, 0, 0]
-        inputs = self.inputs(StepSize(6, 4, decode=False), [2, 1, 0, 0], [0, 1, 4, 6, 6], ids)
+        inputs = self.inputs(StepSize(6, 4, queries=0), [2, 1, 0, 0], [0, 1, 4, 6, 6], ids)
         fill(inputs, self.state, 4)
         assert inputs.input_ids.tolist() == [40, 31, 32, 33, 0, 0]
         assert inputs.positions.tolist() == [8, 5, 6, 7, 0, 0]

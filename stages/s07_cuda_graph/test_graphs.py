@@ -55,26 +55,26 @@ class TestSizes:
     )
     def test_a_decode_step_takes_the_smallest_bucket_that_holds_it(self, graphs, rows, bucket):
         """Bucket - 1, bucket and bucket + 1; a pool's largest batch has a bucket of its own."""
-        assert graphs.size_of(plan_of(*[1] * rows), decode=True) == StepSize(bucket, bucket, decode=True)
+        assert graphs.size_of(plan_of(*[1] * rows), queries=1) == StepSize(bucket, bucket, queries=1)
 
     def test_a_mixed_step_has_a_row_for_its_padding(self, graphs):
         for counts in ([2], [31, 1], [32], [1] * 3 + [30], [1] * 19 + [45], [256], [100, 155]):
-            size = graphs.size_of(plan_of(*counts), decode=False)
+            size = graphs.size_of(plan_of(*counts), queries=0)
             assert size.rows > len(counts)
             assert size.tokens == min(each for each in MIXED_TOKENS if each >= sum(counts))
             assert not size.decode
 
     def test_a_step_that_no_graph_holds_is_counted_with_its_reason(self, tiny):
         graphs = engine(tiny("qwen2"), max_num_seqs=4, max_num_batched_tokens=2048).engine.runner.graphs
-        assert graphs.size_of(plan_of(1000, 24), decode=False) is not None
-        assert graphs.size_of(plan_of(1000, 25), decode=False) is None
-        assert graphs.size_of(plan_of(1000, 919), decode=False) is None
+        assert graphs.size_of(plan_of(1000, 24), queries=0) is not None
+        assert graphs.size_of(plan_of(1000, 25), queries=0) is None
+        assert graphs.size_of(plan_of(1000, 919), queries=0) is None
         assert dict(graphs.eager) == {"between 1024 tokens and a full step of 2048": 2}
 
     def test_a_full_step_has_a_graph(self, tiny):
         """Whatever the budget: most steps of a long prompt fill it, or nearly."""
         graphs = engine(tiny("qwen2"), max_num_seqs=4, max_num_batched_tokens=2048).engine.runner.graphs
-        assert {graphs.size_of(plan_of(1000, n), decode=False).tokens for n in (920, 1000, 1048)} == {2048}
+        assert {graphs.size_of(plan_of(1000, n), queries=0).tokens for n in (920, 1000, 1048)} == {2048}
         assert engine(tiny("qwen2"), max_num_seqs=4, max_num_batched_tokens=48).engine.runner.graphs.mixed_tokens == [
             32,
             48,

@@ -84,7 +84,7 @@ def check(pool: ProcessPoolExecutor, size: StepSize, longest: int, arguments: di
 )
 def test_decode(pool, bucket, kv_heads, longest, kv_lens, splits):
     arguments = {"q_lens": [1] * len(kv_lens), "kv_lens": kv_lens, "num_kv_heads": kv_heads}
-    assert check(pool, StepSize(bucket, bucket, decode=True), longest, arguments) == [(128, splits)]
+    assert check(pool, StepSize(bucket, bucket, queries=1), longest, arguments) == [(128, splits)]
 
 
 @pytest.mark.parametrize(

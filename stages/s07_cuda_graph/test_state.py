@@ -147,7 +147,7 @@ class TestSlots:
     def test_who_stays_costs_nothing(self):
         """A steady decode sends no edit at all; a new block sends one."""
         state = make_state()
-        slots, entry = Slots(state), request(0, 4, [3])
+        slots, entry = Slots(state, 4), request(0, 4, [3])
         assert slots.follow(Plan((row(entry, 0, 4),))) == [1]
         state.take_edits()
         for length in (5, 6, 7):
@@ -161,7 +161,7 @@ class TestSlots:
 
     def test_slots_are_given_back_and_never_shared(self):
         state = make_state(slots=2)
-        slots = Slots(state)
+        slots = Slots(state, 4)
         a, b, c = (request(i, 3, [i + 1]) for i in range(3))
         assert set(slots.follow(Plan((row(a, 0, 3), row(b, 0, 3))))) == {1, 2}
         a.state = "finished"
@@ -173,21 +173,21 @@ class TestSlots:
     def test_who_was_preempted_comes_anew(self):
         """All of its state is sent again: length, blocks, and its newest token, which the host knows by now."""
         state = make_state()
-        slots, entry = Slots(state), request(0, 3, [1])
+        slots, entry = Slots(state, 4), request(0, 3, [1])
         slots.follow(Plan((row(entry, 0, 3),)))
         entry.num_preemptions += 1
         entry.sequence.token_ids.append(17)
         entry.sequence.block_table = [4]
-        inputs = inputs_for(state, slots, Plan((row(entry, 3, 4),)), StepSize(1, 1, decode=True))
+        inputs = inputs_for(state, slots, Plan((row(entry, 3, 4),)), StepSize(1, 1, queries=1))
         assert (inputs.input_ids.tolist(), inputs.positions.tolist()) == ([17], [3])
         assert inputs.slot_mapping.tolist() == [4 * BLOCK + 3]
 
     def test_a_block_in_the_middle_may_change(self):
         """Copy-on-write: the whole table is sent again."""
         state = make_state()
-        slots, entry = Slots(state), request(0, 6, [3, 4])
-        size = StepSize(1, 1, decode=True)
-        inputs_for(state, slots, Plan((row(entry, 0, 6),)), StepSize(6, 1, decode=False))
+        slots, entry = Slots(state, 4), request(0, 6, [3, 4])
+        size = StepSize(1, 1, queries=1)
+        inputs_for(state, slots, Plan((row(entry, 0, 6),)), StepSize(6, 1, queries=0))
         entry.sequence.token_ids.append(-1)
         entry.sequence.block_table[1] = 9
         inputs = inputs_for(state, slots, Plan((row(entry, 6, 7),), copies=((4, 9),)), size)
@@ -197,12 +197,12 @@ class TestSlots:
     def test_nothing_of_the_last_one_in_a_slot_is_left(self):
         """It had more blocks, a longer sequence, and wishes of its own."""
         state = make_state(slots=1)
-        slots = Slots(state)
+        slots = Slots(state, 4)
         keys = {"temperature": 0.7, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "seed": -5, "presence_penalty": 1.0}
         first, second = request(0, 20, [1, 2, 3, 4, 5], **keys), request(1, 3, [6])
-        inputs_for(state, slots, Plan((row(first, 0, 20),)), StepSize(20, 1, decode=False))
+        inputs_for(state, slots, Plan((row(first, 0, 20),)), StepSize(20, 1, queries=0))
         first.state = "finished"
-        inputs = inputs_for(state, slots, Plan((row(second, 0, 3),)), StepSize(3, 1, decode=False))
+        inputs = inputs_for(state, slots, Plan((row(second, 0, 3),)), StepSize(3, 1, queries=0))
         assert inputs.positions.tolist() == [0, 1, 2]
         assert inputs.slot_mapping.tolist() == [24, 25, 26]
         assert inputs.seq_lens.tolist() == [3]
@@ -217,10 +217,10 @@ class TestInputs:
     def test_a_decode_step_of_any_padding(self, rows, bucket):
         """Padding rows have no key and write to the dummy block; what was in the inputs before is gone."""
         state = make_state(slots=4)
-        slots = Slots(state)
+        slots = Slots(state, 4)
         entries = [request(i, 5 + i, [2 * i + 1, 2 * i + 2]) for i in range(rows)]
         plan = Plan(tuple(row(entry, 4 + i, 5 + i) for i, entry in enumerate(entries)))
-        inputs = inputs_for(state, slots, plan, StepSize(bucket, bucket, decode=True))
+        inputs = inputs_for(state, slots, plan, StepSize(bucket, bucket, queries=1))
         pad = [0] * (bucket - rows)
         assert inputs.input_ids.tolist()[:rows] == [4 + i for i in range(rows)]
         assert inputs.positions.tolist() == [4 + i for i in range(rows)] + pad
@@ -234,7 +234,7 @@ class TestInputs:
     def test_batches_shrink_and_grow(self):
         """4, 1 and 4 blocks wide, 3, 1 and 3 rows, in the same memory. GeeeekExplorer/nano-vllm#258."""
         state = make_state(slots=3)
-        slots, size = Slots(state), StepSize(4, 4, decode=True)
+        slots, size = Slots(state, 4), StepSize(4, 4, queries=1)
         long = request(0, 16, [1, 2, 3, 4])
         short, other = request(1, 2, [5]), request(2, 3, [6])
         inputs = StepInputs(size, state.blocks_per_slot, CPU)
@@ -257,13 +257,13 @@ class TestInputs:
     def test_a_mixed_step(self, extra):
         """A decode, a chunk, the last token of a prompt, a whole prompt: and padding behind them."""
         state = make_state(slots=4)
-        slots = Slots(state)
+        slots = Slots(state, 4)
         decode, chunk, last, whole = (request(i, n, [2 * i + 1, 2 * i + 2]) for i, n in enumerate((5, 8, 6, 3)))
-        inputs_for(state, slots, Plan((row(decode, 0, 5),)), StepSize(5, 1, decode=False))
+        inputs_for(state, slots, Plan((row(decode, 0, 5),)), StepSize(5, 1, queries=0))
         keep_tokens(torch.tensor([33], dtype=torch.int32), torch.tensor([slots.seats[decode].slot]), state)
         decode.sequence.token_ids.append(ON_DEVICE)
         plan = Plan((row(decode, 5, 6), row(last, 5, 6), row(chunk, 2, 5), row(whole, 0, 3)))
-        size = StepSize(8 + extra, 4 + bool(extra) + extra // 10, decode=False, long_tiles=6, queries_per_tile=2)
+        size = StepSize(8 + extra, 4 + bool(extra) + extra // 10, queries=0, long_tiles=6, queries_per_tile=2)
         inputs = inputs_for(state, slots, plan, size)
         assert inputs.input_ids.tolist()[:8] == [33, 5, 2, 3, 4, 0, 1, 2]
         assert all(0 <= token < VOCAB for token in inputs.input_ids.tolist()[8:])
@@ -283,9 +283,9 @@ class TestInputs:
     def test_padding_changes_nobody(self):
         """Its token and its place are those of the dummy slot, whatever a step of padding rows has left there."""
         state = make_state(slots=2)
-        slots, entry = Slots(state), request(0, 3, [5])
+        slots, entry = Slots(state, 4), request(0, 3, [5])
         state.last_token[DUMMY_SLOT] = -1  # a padding row's logits may be NaN
-        inputs = inputs_for(state, slots, Plan((row(entry, 2, 3),)), StepSize(8, 8, decode=True))
+        inputs = inputs_for(state, slots, Plan((row(entry, 2, 3),)), StepSize(8, 8, queries=1))
         before = state.flat.clone()
         tokens = torch.tensor([9, *range(20, 27)], dtype=torch.int32)
         keep_tokens(tokens, inputs.sample_slots, state)
@@ -306,7 +306,7 @@ class TestInputs:
             entries = [request(i, count, [1] * 10) for i, count in enumerate(counts)]
             plan = Plan(tuple(row(entry, 0, count) for entry, count in zip(entries, counts, strict=True)))
             room = -(-tokens // queries) + len(counts) + 1
-            size = StepSize(tokens, len(counts) + 1, decode=False, long_tiles=room, queries_per_tile=queries)
+            size = StepSize(tokens, len(counts) + 1, queries=0, long_tiles=room, queries_per_tile=queries)
             short, long = tile_maps(plan, size)
             covered = [number for number in short[0].tolist() if number >= 0]
             assert covered == [number for number, count in enumerate(counts) if count == 1]
@@ -363,7 +363,7 @@ class TestStaging:
         step = CheckedStep(None, PagedOps(), StepOps(), store, AttentionShape(1, 1, 2, 64, 4), state)
         runner = GraphRunner(step, store, None, tokens)
         entry = request(0, tokens, list(range(blocks)))
-        plan, size = Plan((row(entry, 0, tokens),)), StepSize(tokens, 1, decode=False)
+        plan, size = Plan((row(entry, 0, tokens),)), StepSize(tokens, 1, queries=0)
         slots = runner.slots.follow(plan)
         for index in range(state.flat.numel()):
             state.edits.setdefault(index, 3)

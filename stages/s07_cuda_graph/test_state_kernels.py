@@ -94,7 +94,7 @@ def compare_unpack(num_inputs: int, num_edits: int) -> tuple[torch.Tensor, ...]:
     from stages.s07_cuda_graph import state_kernels
 
     rng, results = torch.Generator().manual_seed(num_inputs + num_edits), []
-    given = DeviceState(30, 20, VOCAB, CPU), StepInputs(StepSize(600, 30, decode=False), 20, CPU)
+    given = DeviceState(30, 20, VOCAB, CPU), StepInputs(StepSize(600, 30, queries=0), 20, CPU)
     given[1].packed.fill_(-9)
     where = torch.randperm(given[0].flat.numel(), generator=rng)[:num_edits].int()
     noise = torch.randint(-(2**31), 2**31 - 1, (num_inputs + num_edits + 700,), generator=rng, dtype=torch.int32)

@@ -254,7 +254,7 @@ def test_only_who_begins_a_block_is_sent():
     """The same state as when every row is looked at; in most steps no edit at all."""
     scheduler = started(6)
     states = [DeviceState(6, 100, 1000, torch.device("cpu")) for _ in range(2)]
-    fast, plain = map(Slots, states)
+    fast, plain = (Slots(state, 16) for state in states)
     counts = []
     for _ in range(9):
         plan = step(scheduler)
@@ -268,7 +268,7 @@ def test_only_who_begins_a_block_is_sent():
 
 def test_a_group_takes_over_the_slots_of_the_one_before():
     scheduler = started(3)
-    slots = Slots(DeviceState(3, 100, 1000, torch.device("cpu")))
+    slots = Slots(DeviceState(3, 100, 1000, torch.device("cpu")), 16)
     before = slots.follow_group(step(scheduler))
     scheduler.abort(scheduler.running[1])
     assert slots.follow_group(step(scheduler)) == [before[0], before[2]]
@@ -325,7 +325,7 @@ def test_calls_of_a_step_do_not_grow_with_the_rows(cache):
     counts: dict[int, list[int]] = {}
     for rows in (64, 256):
         scheduler = started(rows, cache=cache, blocks=4 * rows)
-        slots = Slots(DeviceState(rows, 100, 1000, torch.device("cpu")))
+        slots = Slots(DeviceState(rows, 100, 1000, torch.device("cpu")), 16)
         slots.follow_group(step(scheduler))
         tokens = torch.full((rows,), 31, dtype=torch.int32)
 

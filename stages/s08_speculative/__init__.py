@@ -1,0 +1,1 @@
+"""Stage 08: speculative decoding."""

@@ -1,0 +1,111 @@
+"""`LLM` that guesses ahead: several tokens of an answer from one step, and the same answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stages.s01_forward.config import ModelConfig
+from stages.s01_forward.hub import resolve_model
+from stages.s01_forward.loader import load_model
+from stages.s01_forward.model import Model
+from stages.s01_forward.sampling_params import check_float, check_int
+from stages.s02_kv_cache.kv_store import KVStore, kv_bytes_per_token
+from stages.s03_paged_kv.attention_plan import AttentionShape
+from stages.s03_paged_kv.paged_cache import PagedCache
+from stages.s04_continuous_batching.engine import Engine
+from stages.s04_continuous_batching.scheduler import Scheduler
+from stages.s04_continuous_batching.swap import SwapSpace
+from stages.s07_cuda_graph.llm import LLM as GraphLLM
+from stages.s08_speculative.draft_model import DraftModelProposer, check_vocabulary, first_layers
+from stages.s08_speculative.ngram import NgramProposer
+from stages.s08_speculative.pace import Pace
+from stages.s08_speculative.proposer import Proposer
+from stages.s08_speculative.speculative_engine import SpeculativeEngine
+from stages.s08_speculative.speculative_runner import Rule, SpeculativeRunner
+from stages.s08_speculative.speculative_scheduler import SpeculativeScheduler
+
+MAX_ROWS = 16  # running requests up to which anybody guesses: half of what the roofline allows an H200 with k = 4
+LEAST_RATE = 0.2  # of guesses that stand
+
+
+class LLM(GraphLLM):
+    """speculative: "ngram"; "layers:12", a draft of the model's first layers; a folder or hub id of a smaller model;
+    None: off. num_draft_tokens: guesses per step. acceptance: "match" (the answer is that of plain decoding, token for
+    token) or "ratio" (it is distributed alike). speculative_max_rows, speculative_least_rate: when nobody guesses.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        speculative: str | None = None,
+        num_draft_tokens: int = 4,
+        acceptance: Rule = "match",
+        speculative_max_rows: int = MAX_ROWS,
+        speculative_least_rate: float = LEAST_RATE,
+        **options: Any,
+    ) -> None:
+        check_int("num_draft_tokens", num_draft_tokens, 0)
+        check_int("speculative_max_rows", speculative_max_rows, 1)
+        check_float("speculative_least_rate", speculative_least_rate, 0, 1)
+        if acceptance not in ("match", "ratio"):
+            raise ValueError(f"acceptance is {acceptance!r}; it must be 'match' or 'ratio'")
+        self.speculative = speculative if num_draft_tokens else None
+        self.num_draft_tokens, self.acceptance = num_draft_tokens, acceptance
+        self.pace = Pace(speculative_max_rows, speculative_least_rate)
+        self.draft: Model | None = None
+        super().__init__(*args, **options)
+
+    def kv_share(self) -> float:
+        """The draft model's K/V lies in the same blocks, and its bytes count as the model's do."""
+        self.draft = self.make_draft()
+        if self.draft is None:
+            return 1.0
+        own, other = (kv_bytes_per_token(config, self.dtype) for config in (self.config, self.draft.config))
+        return own / (own + other)
+
+    def make_draft(self) -> Model | None:
+        """The smaller model, if one guesses. Raises ValueError for what cannot be one."""
+        if self.speculative in (None, "ngram"):
+            return None
+        kind, _, count = self.speculative.partition(":")
+        if kind == "layers":
+            if not count.isdigit():
+                raise ValueError(f"speculative is {self.speculative!r}; say how many layers, as in 'layers:12'")
+            return first_layers(self.model, int(count))
+        folder = resolve_model(Path(self.speculative) if Path(self.speculative).exists() else self.speculative)
+        config = ModelConfig.from_dir(folder)
+        draft = load_model(
+            folder, config, device=self.device, dtype=str(self.dtype).removeprefix("torch."),
+            max_len=min(self.max_model_len, config.max_len), ops=self.ops,
+        )  # fmt: skip
+        check_vocabulary(draft, self.model)
+        if config.max_len < self.max_model_len:
+            raise ValueError(f"the draft model reads {config.max_len} tokens; max_model_len is {self.max_model_len}")
+        return draft
+
+    def make_scheduler(self, cache: PagedCache, swap: SwapSpace) -> Scheduler:
+        """One whose rows may carry guesses."""
+        if self.speculative is None:
+            return super().make_scheduler(cache, swap)
+        return SpeculativeScheduler(cache, swap, self.max_num_seqs, self.max_num_batched_tokens, self.max_chunk)
+
+    def make_engine(self, scheduler: Scheduler, store: KVStore, host_store: KVStore) -> Engine:
+        """Stage 07's parts, and who guesses."""
+        if not isinstance(scheduler, SpeculativeScheduler):
+            return super().make_engine(scheduler, store, host_store)
+        step, graphs = self.make_step(store)
+        runner = SpeculativeRunner(
+            step, host_store, graphs, self.max_num_batched_tokens, self.num_draft_tokens, self.acceptance
+        )
+        proposer = self.make_proposer(scheduler.cache, store)
+        return SpeculativeEngine(scheduler, runner, proposer, self.pace, ahead=int(self.overlap))
+
+    def make_proposer(self, cache: PagedCache, store: KVStore) -> Proposer:
+        """N-grams, or the draft model with K/V in as many blocks as the model has."""
+        if self.draft is None:
+            return NgramProposer()
+        config, (num_blocks, block_size) = self.draft.config, store.data.shape[2:4]
+        own = KVStore(config, num_blocks, block_size, device=self.device, dtype=self.dtype)
+        shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, block_size, self.dtype.itemsize)
+        return DraftModelProposer(self.draft, self.ops, own, shape, cache, drawn=self.acceptance == "ratio")
