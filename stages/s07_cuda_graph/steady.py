@@ -78,12 +78,14 @@ class Group:
     def step(self, cache: PagedCache) -> GroupPlan:
         """One token more for everybody; the blocks that it takes must be there."""
         begin = self.at(1)
-        for number in begin:
-            cache.reserve(self.sequences[number], len(self.known[number]))
-        lengths = []
-        for sequence, token_ids in zip(self.sequences, self.known, strict=True):
-            sequence.num_kv = length = len(token_ids)
-            lengths.append(length)
+        # What `cache.reserve` would do for each of them, were it not known that nothing is shared and one block is new.
+        size, growing = self.block_size, [(self.sequences[number], self.known[number]) for number in begin]
+        tables = [sequence.block_table for sequence, known in growing if len(known) > size * len(sequence.block_table)]
+        for table, block in zip(tables, cache.pool.allocate(len(tables)) or (), strict=True):
+            table.append(block)
+        lengths = list(map(len, self.known))
+        for sequence, token_ids, length in zip(self.sequences, self.known, lengths, strict=True):
+            sequence.num_kv = length
             token_ids.append(PENDING)
         rows = OnDemand(len(lengths), lambda number: self.row(number, lengths[number]))
         full = self.at(0)
