@@ -213,7 +213,10 @@ def test_a_stop_token_within_guesses_that_stand(place, script):
 def test_an_end_token_within_guesses_that_stand(tiny):
     source = tiny("qwen2")
     folder = scripted(
-        source, source.parent / "ends", [[10, 11, 12, 9, 13, 14]], {"generation_config.json": {"eos_token_id": 9}}
+        source,
+        source.parent / "guessed_ends",
+        [[10, 11, 12, 9, 13, 14]],
+        {"generation_config.json": {"eos_token_id": 9}},
     )
     llm = engine(folder)
     llm.engine.proposer = Told({((10,), 0): [11, 12, 9, 13, 14]}, KINDS["right"])
