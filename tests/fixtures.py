@@ -1,6 +1,7 @@
 """Fixtures that every stage shares; the root `conftest.py` loads this module as a plugin."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -35,3 +36,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def demo_folder() -> Path:
     """The demo model's folder, prepared in the cache at the first use (seconds)."""
     return demo_model()
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> Iterator[ProcessPoolExecutor]:
+    """One process in which Triton's kernels are interpreted, for all that ask; to start it takes seconds."""
+    from stages.s03_paged_kv.interpreted import interpreter
+
+    with interpreter() as executor:
+        yield executor

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from stages.s03_paged_kv.attention_cases import exact_attention, make_case
-from stages.s03_paged_kv.interpreted import interpreter, run_attention, run_store
+from stages.s03_paged_kv.interpreted import run_attention, run_store
 from stages.s03_paged_kv.paged_attention import store_kv
 from stages.s03_paged_kv.tile_sizes import AttentionShape, TileSizes
 
@@ -46,10 +46,9 @@ def pairwise(*factors: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
         yield case
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPoolExecutor]:
-    with interpreter() as executor:
-        yield executor
+@pytest.fixture
+def pool(interpreted: ProcessPoolExecutor) -> ProcessPoolExecutor:
+    return interpreted
 
 
 def check(pool: ProcessPoolExecutor, keys_per_split: int | None, arguments: dict[str, Any], **overrides: Any) -> None:

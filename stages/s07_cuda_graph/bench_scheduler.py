@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         out = options.out or (Path(scratch) if options.quick else RESULTS)
-        save(measure((4, 16) if options.quick else (1, 16, 64, 256), 20 if options.quick else 1000), out)
+        save(measure((4, 16), 20, prompt_len=64) if options.quick else measure((1, 16, 64, 256), 1000), out)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The kernels for few rows in Triton's interpreter and, there, on a GPU: exact products, and the model's own result."""
 
 import importlib.util
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ import torch
 from stages.s01_forward.families import MoeConfig
 from stages.s01_forward.model import Model
 from stages.s07_cuda_graph.few_cases import ALLOWED, small_cases
-from stages.s07_cuda_graph.few_interpreted import case_error, interpreter, run_skinny_linear
+from stages.s07_cuda_graph.few_interpreted import case_error, run_skinny_linear
 from stages.s07_cuda_graph.few_model_cases import ALLOWED_MODEL, TINY, gpu_cases, model_cases
 from stages.s07_cuda_graph.few_rows import most_rows, supports
 from stages.s07_cuda_graph.skinny_linear import PAYS_TO, Tile, pays, skinny_linear
@@ -21,10 +20,9 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPoolExecutor]:
-    with interpreter() as executor:
-        yield executor
+@pytest.fixture
+def pool(interpreted: ProcessPoolExecutor) -> ProcessPoolExecutor:
+    return interpreted
 
 
 @needs_triton

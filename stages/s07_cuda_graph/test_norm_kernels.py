@@ -1,7 +1,6 @@
 """The fused norm, rope and SwiGLU kernels against the torch functions, in Triton's interpreter and, there, on a GPU."""
 
 import importlib.util
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -12,7 +11,7 @@ from stages.s01_forward import layers
 from stages.s01_forward.ops import TORCH_OPS
 from stages.s03_paged_kv.ops import PagedOps
 from stages.s07_cuda_graph.fused_ops import fused_ops
-from stages.s07_cuda_graph.interpreted import compare_norm, interpreter, run_norm
+from stages.s07_cuda_graph.interpreted import compare_norm, run_norm
 from stages.s07_cuda_graph.norm_cases import EPS, NormCase, gpu_cases, small_cases
 
 CPU = torch.device("cpu")
@@ -21,10 +20,9 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPoolExecutor]:
-    with interpreter() as executor:
-        yield executor
+@pytest.fixture
+def pool(interpreted: ProcessPoolExecutor) -> ProcessPoolExecutor:
+    return interpreted
 
 
 @needs_triton

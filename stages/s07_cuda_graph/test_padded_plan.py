@@ -1,7 +1,7 @@
 """Attention planned for a padded size, without a look at lengths, in Triton's interpreter: as planned for the batch."""
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from stages.s03_paged_kv.attention_cases import exact_attention, make_case
-from stages.s03_paged_kv.interpreted import interpreter
 from stages.s03_paged_kv.tile_sizes import AttentionShape
 from stages.s07_cuda_graph.padded_plan import mixed_size, padded_plan
 from stages.s07_cuda_graph.step_inputs import StepInputs, StepSize, tile_maps
@@ -24,10 +23,9 @@ CPU = torch.device("cpu")
 PROCESSORS = 12  # of a GPU small enough to be interpreted: it wants 24 programs for a launch
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPoolExecutor]:
-    with interpreter() as executor:
-        yield executor
+@pytest.fixture
+def pool(interpreted: ProcessPoolExecutor) -> ProcessPoolExecutor:
+    return interpreted
 
 
 def plan_of(q_lens: Sequence[int], kv_lens: Sequence[int]) -> Any:

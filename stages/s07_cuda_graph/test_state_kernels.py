@@ -2,13 +2,11 @@
 
 import copy
 import importlib.util
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
 
-from stages.s03_paged_kv.interpreted import interpreter
 from stages.s07_cuda_graph import step, step_inputs
 from stages.s07_cuda_graph.device_state import DUMMY_SLOT, DeviceState
 from stages.s07_cuda_graph.step_inputs import ON_DEVICE, StepInputs, StepSize
@@ -19,10 +17,9 @@ if importlib.util.find_spec("triton") is None:
 CPU, VOCAB = torch.device("cpu"), 50
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPoolExecutor]:
-    with interpreter() as executor:
-        yield executor
+@pytest.fixture
+def pool(interpreted: ProcessPoolExecutor) -> ProcessPoolExecutor:
+    return interpreted
 
 
 def random_step(seed: int, decode: bool, rows: int, padding: int, blocks: int, block_size: int, longest_chunk: int):
