@@ -40,6 +40,11 @@ class Plan:
         """T of the forward pass."""
         return sum(row.span.num_new for row in self.rows)
 
+    @property
+    def has_drafts(self) -> bool:
+        """Does any row carry guesses (stage 08)?"""
+        return any(row.drafts for row in self.rows)
+
 
 class RowResult(NamedTuple):
     """What one row gave: one token, several (stage 08), or none if it has more of its prompt to compute."""

@@ -142,6 +142,11 @@ class GroupPlan(Plan):
         """One of each member."""
         return len(self.lengths)
 
+    @property
+    def has_drafts(self) -> bool:
+        """None: no row need be made to say so."""
+        return False
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupResult(StepResult):

@@ -100,7 +100,7 @@ class SpeculativeEngine(OverlapEngine):
 
     def read(self, lag: int, events: Events) -> None:
         """As before; then what became of the guesses, and who has ended. A step with guesses is never left unread."""
-        guessed = any(row.drafts for plan, _ in self.under_way for row in plan.rows)
+        guessed = any(plan.has_drafts for plan, _ in self.under_way)
         super().read(0 if guessed else lag, events)
         for request, drafted, accepted in self.scheduler.outcomes:
             self.stats.note(drafted, accepted)

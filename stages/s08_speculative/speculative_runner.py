@@ -46,7 +46,7 @@ class SpeculativeRunner(GraphRunner):
 
     def queries(self, plan: Plan) -> int:
         """A step with guesses has room for the most of them in every row: one graph for a number of rows."""
-        return 1 + self.most if any(row.drafts for row in plan.rows) else super().queries(plan)
+        return 1 + self.most if plan.has_drafts else super().queries(plan)
 
     def pack(self, plan: Plan, slots: list[int], size: StepSize) -> np.ndarray:
         """As before; rows that the device's sampler cannot verify sample nothing there."""
@@ -65,7 +65,7 @@ class SpeculativeRunner(GraphRunner):
 
     def handle(self, plan: Plan, slots: list[int], outputs: StepOutputs) -> StepHandle:
         """Steps with guesses are waited for: the next guesses begin where these end."""
-        if not any(row.drafts for row in plan.rows):
+        if not plan.has_drafts:
             return super().handle(plan, slots, outputs)
         tokens, arrived = self.bring(outputs.tokens[: plan.num_tokens])
         if arrived is not None:
