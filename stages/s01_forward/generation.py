@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from stages.s01_forward.constraint import Constraint
 from stages.s01_forward.outputs import CompletionOutput, FinishReason, SampledToken, TokenEvent, TokenLogprob
 from stages.s01_forward.sampling_params import SamplingParams
 from stages.s01_forward.text_stream import TextStream
@@ -13,7 +14,8 @@ from stages.s01_forward.tokenizer import Tokenizer
 class Generation:
     """The tokens and the text of one answer. `token_limit` is its cap on new tokens, the model's length considered.
 
-    Each answer has a `seed` of its own; `index` tells the n answers to one prompt apart.
+    Each answer has a `seed` of its own; `index` tells the n answers to one prompt apart. `constraint`: what its tokens
+    must follow, if anything; it is given before the first token.
     """
 
     def __init__(
@@ -38,9 +40,13 @@ class Generation:
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self.stream = TextStream(tokenizer, params.stop) if tokenizer else None
+        self.constraint: Constraint | None = None
 
-    def append(self, sampled: SampledToken) -> TokenEvent:
-        """Take one token and decide whether the answer ends here. A stop goes before the cap when both apply."""
+    def append(self, sampled: SampledToken, complete: bool = False) -> TokenEvent:
+        """Take one token and decide whether the answer ends here. A stop goes before the cap when both apply.
+
+        complete: no other token may follow, as somebody knows who has the constraint.
+        """
         if self.finish_reason is not None:
             raise ValueError(f"answer {self.index} has ended ({self.finish_reason}) and takes no further token")
         token_id, logprob, error = sampled
@@ -49,6 +55,8 @@ class Generation:
         self.token_ids.append(token_id)
         if logprob is not None:
             self.logprobs.append(logprob)
+        if self.constraint is not None:
+            complete = self.constraint.accept(token_id)
 
         count, stream = len(self.token_ids), self.stream
         may_stop = count >= self.params.min_tokens
@@ -58,6 +66,9 @@ class Generation:
         text = stream.push(token_id, may_stop) if stream else ""
         if stream and stream.stopped_by is not None:
             self.finish_reason, self.stop_reason = "stop", stream.stopped_by
+        elif complete:
+            self.finish_reason = "stop"
+            text += self._finish_text()
         elif count >= self.token_limit:
             self.finish_reason = "length"
             text += self._finish_text()

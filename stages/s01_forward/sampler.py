@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from stages.s01_forward.constraint import Constraint
 from stages.s01_forward.noise import exponential_noise
 from stages.s01_forward.outputs import NOT_FINITE, SampledToken, TokenLogprob
 from stages.s01_forward.sampling_params import SamplingParams
@@ -27,27 +28,29 @@ class SampleRow(Protocol):
     token_ids: list[int]  # the output so far
     seed: int
     banned_token_ids: list[int]  # not before `min_tokens`
+    constraint: Constraint | None  # what else forbids tokens
 
 
 @torch.inference_mode()
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     """One token per row: logits [N, V] in any float dtype, row i belongs to rows[i].
 
-    A row whose largest logit is NaN or infinite, or all of whose tokens are banned, gets an error of its own; the
+    A row whose largest logit is NaN or infinite, or all of whose tokens are forbidden, gets an error of its own; the
     other rows are not touched by it.
     """
     logits = logits.float()  # [N, V]
     broken = ~torch.isfinite(logits.amax(-1))  # [N]
     logprobs = {i: token_logprobs(logits[i]) for i, row in enumerate(rows) if row.params.logprobs is not None}
-    if any(row.params.adjusts_logits for row in rows):
-        logits = torch.stack([adjust(logits[i], row) for i, row in enumerate(rows)])
-        broken |= ~torch.isfinite(logits.amax(-1))  # every token is banned
+    adjusted = [row.params.adjusts_logits or row.constraint is not None for row in rows]
+    if any(adjusted):
+        logits = torch.stack([adjust(logits[i], row) if adjusted[i] else logits[i] for i, row in enumerate(rows)])
+        broken |= ~torch.isfinite(logits.amax(-1))  # every token is forbidden
     token_ids = choose(logits, SamplingBatch.of(rows, logits.device)).where(~broken, -1).tolist()
 
     sampled = []
     for i, (row, token_id) in enumerate(zip(rows, token_ids, strict=True)):
         if token_id < 0:
-            sampled.append(SampledToken(-1, error=NOT_FINITE))
+            sampled.append(SampledToken(-1, error=why_none(row)))
         elif i in logprobs:
             sampled.append(SampledToken(token_id, top_logprobs(logprobs[i], token_id, row.params.logprobs or 0)))
         else:
@@ -56,12 +59,11 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
 
 
 def adjust(logits: Tensor, row: SampleRow) -> Tensor:
-    """Bias, bans and penalties of one row: logits [V] -> a new [V]."""
+    """Bias, what is forbidden, and penalties of one row: logits [V] -> a new [V]."""
     params, logits = row.params, logits.clone()
     for token_id, bias in params.logit_bias.items():
         logits[token_id] += bias
-    if len(row.token_ids) < params.min_tokens:
-        logits[row.banned_token_ids] = float("-inf")
+    forbid(logits, row)
     if params.repetition_penalty != 1.0:  # Keskar et al. 2019: once per distinct token of prompt and output
         seen = torch.tensor(sorted({*row.prompt_token_ids, *row.token_ids}), device=logits.device)
         old = logits[seen]
@@ -72,6 +74,25 @@ def adjust(logits: Tensor, row: SampleRow) -> Tensor:
         times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
         logits[seen] -= params.presence_penalty + params.frequency_penalty * times
     return logits
+
+
+def forbid(logits: Tensor, row: SampleRow) -> None:
+    """-inf, in place, in logits [V] for what a row's constraint does not allow, and for a stop before `min_tokens`.
+
+    Where the constraint allows nothing but a stop, a stop it is: any other token would break what was promised.
+    """
+    if row.constraint is not None:
+        logits.masked_fill_(~row.constraint.allowed().to(logits.device), float("-inf"))
+    if len(row.token_ids) < row.params.min_tokens:
+        stops = logits[row.banned_token_ids]
+        logits[row.banned_token_ids] = float("-inf")
+        if row.constraint is not None and bool(logits.isneginf().all()):
+            logits[row.banned_token_ids] = stops
+
+
+def why_none(row: SampleRow) -> str:
+    """Why no token could be chosen for a row."""
+    return NOT_FINITE if row.constraint is None else row.constraint.error or NOT_FINITE
 
 
 @dataclass(frozen=True)

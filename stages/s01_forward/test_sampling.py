@@ -1,6 +1,7 @@
 """From logits to tokens: filters and penalties against Hugging Face's, draws against their distribution."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stages.s01_forward.constraint import Constraint
 from stages.s01_forward.inputs import answer_seed
 from stages.s01_forward.noise import exponential_noise
+from stages.s01_forward.outputs import NOT_FINITE
 from stages.s01_forward.sampler import (
     SamplingBatch,
     adjust,
@@ -42,6 +45,7 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     seed: int = 0
     banned_token_ids: list[int] = field(default_factory=list)
+    constraint: Constraint | None = None
 
 
 def row(seed: int = 0, prompt: list[int] | None = None, output: list[int] | None = None, **keys: Any) -> Row:
@@ -253,6 +257,56 @@ def test_a_row_with_every_token_banned_fails():
     tokens = sample(torch.zeros(2, 3), [everything, row()])
     assert tokens[0].error is not None
     assert tokens[1].error is None
+
+
+@dataclass
+class Only:
+    """Allows these tokens, whatever came before."""
+
+    token_ids: list[int]
+    error: str | None = None
+
+    def allowed(self) -> Tensor:
+        return torch.zeros(6, dtype=torch.bool).index_fill(0, torch.tensor(self.token_ids).long(), True)
+
+    def accept(self, token_id: int) -> bool:
+        return False
+
+    def after(self, token_ids: Sequence[int]) -> "Only":
+        return self
+
+
+class TestConstraint:
+    @pytest.mark.parametrize("keys", [{}, {"temperature": 5.0}, {"logit_bias": {0: 100.0}, "repetition_penalty": 9.0}])
+    def test_only_what_is_allowed(self, keys):
+        """And the neighbours choose as they would alone."""
+        logits = random_logits(3, 40, 6)
+        free = [row(seed=i, temperature=1.0) for i in range(20)]
+        bound = [row(seed=i, output=[0, 3], **keys) for i in range(20)]
+        for each in bound:
+            each.constraint = Only([2, 3])
+        tokens = chosen(logits, [*free, *bound])
+        assert tokens[:20] == chosen(logits[:20], free)
+        assert set(tokens[20:]) == {2, 3}
+
+    def test_greedy_takes_the_best_of_the_allowed(self):
+        bound = row()
+        bound.constraint = Only([1, 4])
+        assert chosen(torch.tensor([[9.0, 2.0, 9.0, 9.0, 3.0, 9.0]]), [bound]) == [4]
+
+    @pytest.mark.parametrize(("allowed", "token"), [([1, 5], 1), ([5], 5)])
+    def test_an_end_before_min_tokens(self, allowed, token):
+        """Not while something else is allowed; but rather that than what is not allowed."""
+        bound = row(min_tokens=3)
+        bound.banned_token_ids, bound.constraint = [5], Only(allowed)
+        assert chosen(torch.tensor([[9.0, 1.0, 9.0, 9.0, 9.0, 9.0]]), [bound]) == [token]
+
+    def test_nothing_is_allowed(self):
+        """Its own words, if it has some; the neighbour is not touched."""
+        silent, telling = row(), row(temperature=1.0)
+        silent.constraint, telling.constraint = Only([]), Only([], "too deep")
+        tokens = sample(torch.zeros(3, 6), [silent, row(), telling])
+        assert [token.error for token in tokens] == [NOT_FINITE, None, "too deep"]
 
 
 # ---- randomness ------------------------------------------------------------------------------------------------------

@@ -25,9 +25,9 @@ class Tokenizer:
         self._hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         self._bytes: dict[int, bytes] = {}  # of each token that was met
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of plain text, with the special tokens (BOS, ...) that this tokenizer adds by itself."""
-        return list(self._hf(whole(text))["input_ids"])
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Token ids of plain text, by default with the special tokens (BOS, ...) that this tokenizer adds by itself."""
+        return list(self._hf(whole(text), add_special_tokens=add_special)["input_ids"])
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation. The template writes its special tokens itself: none are added again."""
@@ -37,7 +37,7 @@ class Tokenizer:
             text = self._hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except (TemplateError, TypeError, AttributeError) as error:  # a role it does not know, no content, ...
             raise ValueError(f"the model's chat template does not take {messages!r}: {error}") from None
-        return list(self._hf(whole(str(text)), add_special_tokens=False)["input_ids"])
+        return self.encode(str(text), add_special=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens. Ids beyond the vocabulary (padded models) give nothing."""
@@ -56,7 +56,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int, skip_special: bool = True) -> bytes:
         """The bytes that a token stands for; a character may need several tokens. Special tokens give none."""
-        if skip_special and token_id in self._special:
+        if skip_special and token_id in self.special_ids:
             return b""
         known = self._bytes.get(token_id)
         if known is None:
@@ -68,16 +68,17 @@ class Tokenizer:
         if not isinstance(token, str):
             return b""
         if self._byte_level:
-            table = unicode_to_byte()
-            if all(character in table for character in token):
-                return bytes(table[character] for character in token)
-            return token.encode()  # an added token, stored as plain text
+            try:
+                return bytes(map(unicode_to_byte().__getitem__, token))
+            except KeyError:  # an added token, stored as plain text
+                return token.encode()
         if match := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token):
             return bytes([int(match[1], 16)])
         return token.replace("\u2581", " ").encode()
 
     @cached_property
-    def _special(self) -> frozenset[int]:
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that stand for no text: EOS, the marks of a conversation, ..."""
         return frozenset(self._hf.all_special_ids) | {
             token_id for token_id, token in self._hf.added_tokens_decoder.items() if token.special
         }

@@ -131,7 +131,7 @@ class StateRunner(LateRunner):
     def check_columns(self, request: Request, slot: int) -> None:
         """How its tokens are chosen, to the last bit; and what it has seen, if that matters."""
         generation, columns = request.generation, self.state.sampling
-        params, on_host = generation.params, needs_host(generation.params)
+        params, on_host = generation.params, needs_host(generation)
         plain = on_host or params.greedy
         expected = {
             "temperature": 0.0 if plain else params.temperature,
@@ -160,7 +160,7 @@ class StateRunner(LateRunner):
         for request, seat in self.real.slots.seats.items():
             if request.state == "running" and seat.stay == request.num_preemptions:
                 assert lengths[seat.slot] == request.sequence.num_kv
-                if seat.sampled and not needs_host(request.generation.params):
+                if seat.sampled and not needs_host(request.generation):
                     assert newest[seat.slot] == self.tokens_of(request)[-1]
         assert lengths[DUMMY_SLOT] == 0
         assert not self.state.block_tables[DUMMY_SLOT].any()

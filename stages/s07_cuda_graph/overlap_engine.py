@@ -33,7 +33,7 @@ class OverlapEngine(Engine):
     def add_request(self, generation: Generation, *, priority: int = 0, sibling: Request | None = None) -> Request:
         """As `Engine.add_request`."""
         request = super().add_request(generation, priority=priority, sibling=sibling)
-        if needs_host(generation.params):
+        if needs_host(generation):
             self.host_bound.add(request)
         return request
 

@@ -8,6 +8,7 @@ from random import Random
 import torch
 from torch import Tensor
 
+from stages.s01_forward.constraint import Constraint
 from stages.s01_forward.sampling_params import SamplingParams
 from stages.s07_cuda_graph.sampling_columns import SamplingColumns
 
@@ -21,6 +22,7 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     seed: int = 0
     banned_token_ids: list[int] = field(default_factory=list)
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stages.s01_forward.sampling_params import SamplingParams
+from stages.s01_forward.generation import Generation
 from stages.s04_continuous_batching.plan import Plan, PlannedRow
 from stages.s04_continuous_batching.request import Request
 from stages.s07_cuda_graph.device_state import DUMMY_SLOT, DeviceState
@@ -14,10 +14,13 @@ if TYPE_CHECKING:  # which imports `needs_host`
     from stages.s07_cuda_graph.steady import Group, GroupPlan
 
 
-def needs_host(params: SamplingParams) -> bool:
-    """Must the host see a request's logits between two steps? Bias, bans and log-probabilities are its affair."""
+def needs_host(generation: Generation) -> bool:
+    """Must the host see an answer's logits between two steps? Bias, what is forbidden and log-probabilities are its
+    affair.
+    """
+    params = generation.params
     scored = params.logprobs is not None or params.prompt_logprobs is not None
-    return bool(scored or params.logit_bias or params.min_tokens)
+    return bool(scored or params.logit_bias or params.min_tokens or generation.constraint is not None)
 
 
 @dataclass
@@ -89,7 +92,7 @@ class Slots:
         seat = self.seats.get(request) or Seat(self.free.pop(), 0)
         seat.stay, seat.num_blocks, seat.sampled, seat.guessed = request.num_preemptions, 0, False, False
         self.seats[request] = seat
-        on_host = needs_host(request.generation.params)
+        on_host = needs_host(request.generation)
         self.state.edit("length", seat.slot, row.span.start)
         self.state.edit_sampling(seat.slot, request.generation, on_host)
         if on_host:

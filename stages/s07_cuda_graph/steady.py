@@ -46,7 +46,7 @@ class Member(NamedTuple):
         """A request's."""
         answer, sequence = request.generation, request.sequence
         push = answer.stream.push if answer.stream else None
-        limit, plain = request.prompt_len + answer.token_limit, answer.token_limit > 0 and not needs_host(answer.params)
+        limit, plain = request.prompt_len + answer.token_limit, answer.token_limit > 0 and not needs_host(answer)
         ids, names = (sequence.token_ids, answer.token_ids), (answer.request, answer.index)
         return cls(request, sequence, *ids, push, *names, limit, plain)
 

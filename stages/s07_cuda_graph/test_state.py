@@ -119,7 +119,12 @@ class TestColumns:
         ids=str,
     )
     def test_what_only_the_host_can_do(self, keys, answer):
-        assert needs_host(SamplingParams(**keys)) is answer
+        assert needs_host(request(0, 3, [1], **keys).generation) is answer
+
+    def test_a_constraint_is_of_the_host(self):
+        generation = request(0, 3, [1]).generation
+        generation.constraint = object()  # whatever it allows
+        assert needs_host(generation)
 
     def test_whose_tokens_the_host_chooses_is_plain_here(self):
         """A penalty there must not be counted here too."""

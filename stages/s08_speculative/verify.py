@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stages.s01_forward.constraint import Constraint
 from stages.s01_forward.generation import Generation
 from stages.s01_forward.noise import exponential_noise
-from stages.s01_forward.outputs import NOT_FINITE, SampledToken, TokenLogprob
+from stages.s01_forward.outputs import SampledToken, TokenLogprob
 from stages.s01_forward.sampler import (
     SamplingBatch,
     adjust,
@@ -19,6 +20,7 @@ from stages.s01_forward.sampler import (
     keep_top_p,
     token_logprobs,
     top_logprobs,
+    why_none,
 )
 from stages.s01_forward.sampling_params import SamplingParams
 from stages.s08_speculative.acceptance import ratio_rule
@@ -35,10 +37,12 @@ class After:
     token_ids: list[int]
     seed: int
     banned_token_ids: list[int]
+    constraint: Constraint | None = None
 
 
 def prefixes(generation: Generation, drafts: Sequence[int], salt: int = 0) -> list[After]:
     """The generation after 0, 1 .. k guesses."""
+    constraint = generation.constraint
     return [
         After(
             generation.params,
@@ -46,6 +50,7 @@ def prefixes(generation: Generation, drafts: Sequence[int], salt: int = 0) -> li
             [*generation.token_ids, *drafts[:count]],
             generation.seed ^ salt,
             generation.banned_token_ids,
+            constraint.after(drafts[:count]) if constraint is not None else None,
         )
         for count in range(len(drafts) + 1)
     ]
@@ -77,7 +82,7 @@ def by_ratio(logits: Tensor, generation: Generation, drafts: Sequence[int], prob
     return tuple(
         SampledToken(token, logprob_of(logits[place], token, generation.params.logprobs))
         if place < sound
-        else SampledToken(-1, error=NOT_FINITE)
+        else SampledToken(-1, error=why_none(rows[place]))
         for place, token in enumerate(tokens)
     )
 
