@@ -12,7 +12,7 @@ import torch
 
 from stages.s03_paged_kv.attention_plan import KernelPlan
 from stages.s04_continuous_batching.plan import Plan
-from stages.s07_cuda_graph.padded_plan import mixed_size, padded_plan
+from stages.s07_cuda_graph.padded_plan import mixed_size, padded_plan, serves_chunks
 from stages.s07_cuda_graph.step import Step, StepOutputs
 from stages.s07_cuda_graph.step_inputs import StepInputs, StepSize
 
@@ -44,6 +44,11 @@ def graphs_bytes(max_num_seqs: int, max_num_tokens: int) -> int:
     return GRAPH_BYTES * (len(decode_buckets(max_num_seqs)) + len(tokens) * len(rows))
 
 
+def decode_size(rows: int, queries: int) -> StepSize:
+    """Up to `queries` tokens in each of `rows` rows. If more than one, rows may have fewer: a row of padding more."""
+    return StepSize(rows * queries, rows + (queries > 1), queries)
+
+
 @dataclass(frozen=True)
 class Captured:
     """One graph: inputs at fixed addresses, and where its outputs come to lie."""
@@ -64,6 +69,7 @@ class Graphs:
         self.step, self.longest = step, longest
         self.decode_rows = decode_buckets(max_num_seqs)
         self.mixed_tokens, self.mixed_rows = mixed_buckets(max_num_seqs, max_num_tokens)
+        self.chunks = serves_chunks(step.shape, step.state.flat.device)
         self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self.captured: dict[StepSize, Captured] = {}
         self.replays, self.eager = 0, Counter[str]()
@@ -72,21 +78,20 @@ class Graphs:
     def size_of(self, plan: Plan, queries: int) -> StepSize | None:
         """The smallest size that holds a plan; None, and the reason is counted, if it goes without a graph.
 
-        queries: as in `StepSize`. Padding tokens need a padding row; in a decode step each padding row is one.
+        queries: as in `StepSize`. Padding tokens need a padding row.
         """
         rows, tokens = len(plan.rows), plan.num_tokens
         if self.refused:
             self.eager[self.refused] += 1
             return None
         if queries:
-            bucket = self.decode_rows[bisect_left(self.decode_rows, rows)]
-            return StepSize(bucket * queries, bucket + (queries > 1), queries)
+            return decode_size(self.decode_rows[bisect_left(self.decode_rows, rows)], queries)
         padded = self.mixed_tokens[bisect_left(self.mixed_tokens, tokens)]
         if padded > MIXED_TOKENS[-1] and tokens < FULL * padded:
             self.eager[f"between {MIXED_TOKENS[-1]} tokens and a full step of {padded}"] += 1
             return None
         room = self.mixed_rows[bisect_left(self.mixed_rows, rows + 1)]
-        return mixed_size(padded, room, self.step.shape, self.longest)
+        return mixed_size(padded, room, self.step.shape, self.longest, self.chunks)
 
     def get(self, size: StepSize) -> Captured | None:
         """The graph of a size; None if this model's step cannot be recorded, which is found at the first try."""
@@ -106,10 +111,10 @@ class Graphs:
 
     def capture_all(self) -> None:
         """Every size, the largest first: the smaller ones then find room in the memory that it took."""
-        sizes = [StepSize(rows, rows, queries=1) for rows in self.decode_rows]
+        sizes = [decode_size(rows, queries=1) for rows in self.decode_rows]
         for tokens in self.mixed_tokens:
             rows = [rows for rows in self.mixed_rows if rows <= tokens or rows == self.mixed_rows[0]]
-            sizes += [mixed_size(tokens, each, self.step.shape, self.longest) for each in rows]
+            sizes += [mixed_size(tokens, each, self.step.shape, self.longest, self.chunks) for each in rows]
         for size in sorted(sizes, key=lambda size: (-size.tokens, -size.rows)):
             self.get(size)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
 from stages.s03_paged_kv.attention_plan import KernelPlan, Launch
@@ -9,6 +13,23 @@ from stages.s03_paged_kv.tile_sizes import MAX_SPLITS, PROCESSORS, SHORT_ROWS, A
 from stages.s07_cuda_graph.step_inputs import StepInputs, StepSize
 
 LEAST_KEYS = 128  # of a split
+CHUNK_TILES = TileSizes(64, 64, 4, 3, True)  # queries of one head, keys: the fastest of 24 on an H200
+CHUNK_HEADS = (64, 128)  # sizes of a head with which it was measured, or is smaller
+
+
+@dataclass(frozen=True)
+class ChunkPlan(KernelPlan):
+    """Rows of one token as ever; `chunks`, the others, by `chunk_kernel`."""
+
+    chunks: Launch
+
+
+def serves_chunks(shape: AttentionShape, device: torch.device) -> bool:
+    """Can `chunk_kernel` run? It needs the copy engine of a Hopper GPU, 16-bit numbers and heads of 64 or 128."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    hopper = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+    return hopper and shape.element_size == 2 and shape.head_dim in CHUNK_HEADS
 
 
 def prompt_tiles(shape: AttentionShape, longest: int) -> TileSizes:
@@ -16,10 +37,14 @@ def prompt_tiles(shape: AttentionShape, longest: int) -> TileSizes:
     return pick_tiles(shape, 1, max(longest * shape.group, SHORT_ROWS + 1), longest)
 
 
-def mixed_size(tokens: int, rows: int, shape: AttentionShape, longest: int) -> StepSize:
-    """A size with room for every way to cut `tokens` into at most `rows` rows."""
-    queries = prompt_tiles(shape, longest).block_m // shape.group
-    return StepSize(tokens, rows, long_tiles=-(-tokens // queries) + rows, queries_per_tile=queries)
+def mixed_size(tokens: int, rows: int, shape: AttentionShape, longest: int, chunks: bool = False) -> StepSize:
+    """A size with room for every way to cut `tokens` into at most `rows` rows.
+
+    chunks: `serves_chunks`. Its kernel does not split keys, so it waits for tokens enough to fill the GPU without.
+    """
+    chunks = chunks and tokens // CHUNK_TILES.block_m * shape.num_heads >= 2 * PROCESSORS
+    queries = CHUNK_TILES.block_m if chunks else prompt_tiles(shape, longest).block_m // shape.group
+    return StepSize(tokens, rows, long_tiles=-(-tokens // queries) + rows, queries_per_tile=queries, chunks=chunks)
 
 
 def padded_plan(inputs: StepInputs, shape: AttentionShape, longest: int) -> KernelPlan:
@@ -28,6 +53,9 @@ def padded_plan(inputs: StepInputs, shape: AttentionShape, longest: int) -> Kern
     short = pick_tiles(shape, size.rows, queries * shape.group, longest)
     tile_map = None if size.queries else inputs.short_map
     launches = [launch(short, size.rows, queries, tile_map, shape, longest)]
+    if size.chunks:
+        chunks = Launch(CHUNK_TILES, size.long_tiles, size.queries_per_tile, inputs.long_map, longest, 1)
+        return ChunkPlan(shape, size.rows, tuple(launches), chunks)
     if size.long_tiles:
         long = prompt_tiles(shape, longest)
         launches.append(launch(long, size.long_tiles, size.queries_per_tile, inputs.long_map, shape, longest))

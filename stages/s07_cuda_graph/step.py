@@ -15,7 +15,9 @@ from stages.s03_paged_kv.attention_plan import AttentionShape
 from stages.s03_paged_kv.context import PagedContext
 from stages.s03_paged_kv.ops import PagedOps
 from stages.s07_cuda_graph import sample_torch, step_inputs
+from stages.s07_cuda_graph.chunk_context import ChunkContext
 from stages.s07_cuda_graph.device_state import DeviceState
+from stages.s07_cuda_graph.padded_plan import ChunkPlan
 from stages.s07_cuda_graph.step_inputs import StepInputs
 
 
@@ -93,7 +95,8 @@ class Step:
 
         The inputs have been filled already where the plan was made from them.
         """
-        ctx = PagedContext(
+        context = ChunkContext if isinstance(plan, ChunkPlan) else PagedContext
+        ctx = context(
             self.store, self.ops, inputs.slot_mapping, inputs.block_table, inputs.seq_lens, inputs.cu_q, plan,
             self.shape.head_dim**-0.5,
         )  # fmt: skip
