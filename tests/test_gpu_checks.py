@@ -1,18 +1,20 @@
 """The GPU checks, as far as a CPU can run them: they pass, and they notice what is broken. The report's sections."""
 
 import argparse
+from typing import Any
 
 import pytest
 import torch
 
 from reference.bench.harness import Measurement, Result
-from reference.gpu_checks import attention, fast_engine
+from reference.gpu_checks import attention, fast_engine, guessing
 from reference.gpu_checks import run as command
 from reference.gpu_checks.check import Check, within
 from stages.s07_cuda_graph import sample_torch, step
 from stages.s07_cuda_graph.device_state import DeviceState
 from stages.s07_cuda_graph.fake_graphs import FakeGraphs
 from stages.s07_cuda_graph.llm import LLM
+from stages.s08_speculative.llm import LLM as Guessing
 
 CPU_CHECKS = [
     (function, arguments)
@@ -28,13 +30,19 @@ def test_the_engine_passes(function, arguments):
     assert checks and all(check.passed for check in checks), [str(check) for check in checks if not check.passed]
 
 
-class Padded(LLM):
+def padded(llm_class: Any) -> Any:
     """As on a GPU, with stand-ins for graphs: padded sizes, fixed memory, NaN in all that is not to be read."""
 
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        runner = self.engine.runner
-        runner.graphs = FakeGraphs(runner.step, self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len)
+    class Padded(llm_class):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            runner = self.engine.runner
+            runner.graphs = FakeGraphs(runner.step, self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len)
+
+    return Padded
+
+
+Padded = padded(LLM)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +52,23 @@ def test_padded_steps_pass(function, monkeypatch):
     monkeypatch.setattr(fast_engine, "LLM", Padded)
     checks = function("cpu")
     assert all(check.passed for check in checks), [str(check) for check in checks if not check.passed]
+
+
+@pytest.mark.parametrize("padding", [False, True], ids=["as they are", "padded"])
+@pytest.mark.parametrize(
+    ("function", "arguments"), guessing.parts("cpu", ["qwen2"]), ids=["rates", "guessers", "padding"]
+)
+def test_the_engine_that_guesses_passes(function, arguments, padding, monkeypatch):
+    monkeypatch.setattr(guessing, "VARIANTS", {name: guessing.VARIANTS[name] for name in ("all on", "2 guesses")})
+    if padding:
+        monkeypatch.setattr(guessing, "LLM", padded(Guessing))
+    checks = function(*arguments)
+    assert checks and all(check.passed for check in checks), [str(check) for check in checks if not check.passed]
+
+
+def test_guesses_that_are_all_believed_are_noticed(monkeypatch):
+    monkeypatch.setattr("stages.s08_speculative.speculative_runner.matching", lambda drafts, sampled: len(drafts))
+    assert not all(check.passed for check in guessing.check_rates("cpu", "qwen2"))
 
 
 def test_padding_that_reaches_a_row_is_noticed(monkeypatch):
@@ -115,7 +140,8 @@ class TestReport:
     def test_the_sections_have_work(self):
         options = argparse.Namespace(dtypes=attention.DTYPES, every=1)
         sizes = {section: len(command.tasks(section, options)) for section in command.TITLES}
-        assert sizes["03-attention"] == 3 * 5 * 6 * 3 and min(sizes.values()) == 1 and sizes["07-engine"] > 15
+        assert sizes["03-attention"] == 3 * 5 * 6 * 3 and min(sizes.values()) == 1
+        assert sizes["07-engine"] > 15 and sizes["08-engine"] > 7
 
     def test_processes_share_the_work(self, monkeypatch, capsys):
         """Sections end when their last piece has; a piece that fails is one failed check."""

@@ -5,11 +5,13 @@ import sys
 
 NAMES = {
     "gpu": "the five workloads on a GPU, ablation, batch sizes",
+    "gpu-server": "the server on a GPU: what HTTP costs, latencies by load",
     "gpu-speculative": "guessing ahead on a GPU: cost of verifying, gain by acceptance and by rows",
     "peers": "other engines' figures and ours, as a table",
     "report": "a result as a table",
     "small-card": "a model in 5.1 GB of device memory",
     "startup": "from weights on disk to the first token, in a fresh process",
+    "trace": "steady steps as the profiler saw them, and a picture",
 }
 
 

@@ -36,6 +36,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         eos_token_id=1, bos_token_id=2,
     ),
 }  # fmt: skip
+CPU_SHAPES: dict[str, dict[str, Any]] = {  # for benchmarks on a CPU that cannot have the weights
+    "smollm2-135m": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 30, "vocab_size": 49_152,
+        "tie_word_embeddings": True, "rope_theta": 1e5, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192,
+        "hidden_act": "silu", "dtype": "bfloat16", "eos_token_id": 2, "bos_token_id": 1,
+    },
+}  # fmt: skip
 
 
 def random_checkpoint(shape: str, folder: Path, device: str, seed: int = 0) -> Any:
@@ -43,7 +51,7 @@ def random_checkpoint(shape: str, folder: Path, device: str, seed: int = 0) -> A
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps((SHAPES | CPU_SHAPES)[shape]), encoding="utf-8")
     config = AutoConfig.from_pretrained(folder)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()

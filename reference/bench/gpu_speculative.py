@@ -34,7 +34,7 @@ from stages.s08_speculative.pace import Pace
 COUNTS = (1, 2, 4, MOST)  # guesses per row
 VERIFY_ROWS = (1, 4, 16, 64)
 RATES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # of right guesses
-PAYS_ROWS = (1, 2, 4, 8, 16, 32, 64)
+PAYS_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 USUAL, RATE = 4, 0.8  # guesses and rate where one of both stays as it is
 FEW = 4  # rows; up to so many, answers are long
 SETTLED = 32  # tokens; after these, guesses that were all wrong have led to a pause

@@ -6,12 +6,13 @@ run on a CPU as well.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -20,7 +21,9 @@ from reference.checkpoints import FAMILIES, build_tiny
 from reference.gpu_checks.check import Check, within
 from stages.s01_forward.sampling_params import SamplingParams
 from stages.s06_prefix_cache.llm import LLM as Stage06
+from stages.s07_cuda_graph import few_rows
 from stages.s07_cuda_graph.llm import LLM
+from stages.s07_cuda_graph.skinny_linear import MOST_ROWS
 
 Ids = list[list[int]]
 VARIANTS: dict[str, dict[str, Any]] = {  # parts of the stage switched off
@@ -28,6 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # parts of the stage switched off
     "no graphs": {"graphs": False},
     "no fused kernels": {"fused": False},
     "no few-row kernels": {"few_rows": False},
+    "few-row kernels wherever they can": {"everywhere": True},
     "no overlap": {"overlap": False},
     "captured at start": {"capture": "start"},
 }
@@ -41,10 +45,18 @@ def tiny(family: str) -> Iterator[Path]:
         yield build_tiny(family, Path(scratch) / family)
 
 
-def engine(folder: Path, device: str, **options: Any) -> Any:
+def engine(folder: Path, device: str, everywhere: bool = False, **options: Any) -> Any:
     """Stage 07's, small."""
     usual: dict[str, Any] = {"dtype": "float32", "kv_cache_mb": 16, "max_num_seqs": 25, "max_num_batched_tokens": 96}
-    return LLM(folder, device=device, **(usual | options))
+    with few_rows_everywhere() if everywhere else nullcontext():
+        return LLM(folder, device=device, **(usual | options))
+
+
+@contextmanager
+def few_rows_everywhere() -> Iterator[None]:
+    """An engine that is built inside takes few-row kernels for all steps that they can serve, measured or not."""
+    with patch.object(few_rows, "most_rows", lambda model: MOST_ROWS):
+        yield
 
 
 def prompts(count: int, longest: int = 60, seed: int = 0) -> Ids:

@@ -21,7 +21,8 @@ import torch
 from reference.bench.harness import RESULTS, Measurement, Result
 from reference.bench.provenance import git_commit
 from reference.bench.report import markdown_table
-from reference.gpu_checks import attention, fast_engine
+from reference.checkpoints import FAMILIES
+from reference.gpu_checks import attention, fast_engine, guessing
 from reference.gpu_checks.check import Check, within
 
 Task = tuple[Callable[..., list[Check]], Sequence[Any]]
@@ -31,7 +32,9 @@ TITLES = {
     "07-norm": "norms, rotary embedding and SwiGLU",
     "07-sampling": "the sampler, and 50,000 draws of each setting",
     "07-few-rows": "products with few rows",
+    "07-chunks": "attention for chunks of prompts",
     "07-engine": "graphs, overlap, padding, delays",
+    "08-engine": "guesses that stand and fall, in graphs of their own",
 }
 NAME = "gpu_checks"
 
@@ -61,6 +64,16 @@ def few_row_cases(part: int) -> list[Check]:
     return [within(*run_case(case), group=str(case.dtype).removeprefix("torch.")) for case in cases]
 
 
+def chunk_cases() -> list[Check]:
+    """Attention for chunks against exact attention."""
+    from stages.s07_cuda_graph.chunk_cases import ALLOWED, large_cases
+
+    return [
+        within(str(case), case.run("cuda"), ALLOWED[case.dtype], group=str(case.dtype).removeprefix("torch."))
+        for case in large_cases()
+    ]
+
+
 def sampling_cases() -> list[Check]:
     """The sampler's: each yields what is wrong, or nothing."""
     from stages.s07_cuda_graph.sampling_gpu import sampling_gpu_cases
@@ -76,6 +89,10 @@ def tasks(section: str, options: argparse.Namespace) -> list[Task]:
         return [(attention.engine_checks, ())]
     if section == "07-engine":
         return fast_engine.parts("cuda")
+    if section == "08-engine":
+        return guessing.parts("cuda", FAMILIES)
+    if section == "07-chunks":
+        return [(chunk_cases, ())]
     if section == "07-sampling":
         return [(sampling_cases, ())]
     return [(norm_cases if section == "07-norm" else few_row_cases, (part,)) for part in range(PARTS)]

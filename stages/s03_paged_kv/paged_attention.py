@@ -102,20 +102,30 @@ def paged_attention(
     A padding row (one query, no key) yields zeros. Raises ValueError for tensors that do not fit each other.
     """
     check_attention(q, k_cache, v_cache, block_table, seq_lens, cu_q)
-    num_heads, head_dim = q.shape[1:]
-    num_kv_heads = k_cache.shape[2]
+    singles = plan.decode_tokens
+    if 0 < len(singles) == len(q):  # nothing to pick out and to put back
+        return _attend_singles(q, k_cache, v_cache, plan, scale)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    if plan.decode_tokens.numel():
-        # The heads of a group become query rows of their KV head: each key is read once, and nothing is repeated.
-        packed = q.index_select(0, plan.decode_tokens).view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        k = _gather(k_cache, plan.decode_slots).transpose(1, 2)  # [R1, Hkv, S, D]
-        v = _gather(v_cache, plan.decode_slots).transpose(1, 2)
-        o = F.scaled_dot_product_attention(packed, k, v, attn_mask=plan.decode_mask, scale=scale)
-        out[plan.decode_tokens] = o.reshape(-1, num_heads, head_dim)
+    if len(singles):
+        out[singles] = _attend_singles(q.index_select(0, singles), k_cache, v_cache, plan, scale)
     for start, q_len, slots in plan.chunks:
         rows = slice(start, start + q_len)
         out[rows] = cached_attention(q[rows], _gather(k_cache, slots), _gather(v_cache, slots), scale)
     return out
+
+
+def _attend_singles(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: GatherPlan, scale: float
+) -> torch.Tensor:
+    """The rows with one query: q [R1, Hq, D] -> [R1, Hq, D]."""
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads = k_cache.shape[2]
+    # The heads of a group become query rows of their KV head: each key is read once, and nothing is repeated.
+    packed = q.reshape(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    k = _gather(k_cache, plan.decode_slots).transpose(1, 2)  # [R1, Hkv, S, D]
+    v = _gather(v_cache, plan.decode_slots).transpose(1, 2)
+    o = F.scaled_dot_product_attention(packed, k, v, attn_mask=plan.decode_mask, scale=scale)
+    return o.reshape(-1, num_heads, head_dim)
 
 
 def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

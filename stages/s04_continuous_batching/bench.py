@@ -20,6 +20,7 @@ import torch
 
 from reference.baselines.hf_batching import continuous_batching
 from reference.baselines.hf_generate import one_by_one, padded_generate
+from reference.bench.gpu_shapes import random_checkpoint
 from reference.bench.harness import RESULTS, Measurement, Result, Timing, compare
 from reference.bench.plots import bars, lines
 from reference.checkpoints import build_tiny, demo_model
@@ -143,17 +144,20 @@ def microseconds(name: str, seconds: Sequence[float]) -> Measurement:
     return Measurement(name, median, low, high, "µs", len(seconds), note=note)
 
 
-def run(parts: Sequence[str], folder: Path, out: Path, quick: bool, dtypes: Sequence[str], repeats: int) -> None:
+def run(
+    parts: Sequence[str], folder: Path, out: Path, quick: bool, dtypes: Sequence[str], whole: bool, repeats: int
+) -> None:
     if "scheduler" in parts:
         save(measure_scheduler((4, 16) if quick else (1, 16, 64, 256), 20 if quick else 1000), out)
     if "ragged" in parts:
         # Without bf16 instructions bf16 takes ten times as long for everybody: a quarter of the requests then.
         vocab = 500 if quick else 49_000
-        small = ragged_load(vocab, 4, 320, 160)
-        loads = {dtype: small if quick or dtype == "bfloat16" else ragged_load(vocab) for dtype in dtypes}
+        small, cut = ragged_load(vocab, 4, 320, 160), set(DTYPES if quick else () if whole else ("bfloat16",))
+        loads = {dtype: small if dtype in cut else ragged_load(vocab) for dtype in dtypes}
         result = measure_ragged(folder, loads, repeats)
+        result.name += "_bf16" if list(dtypes) == ["bfloat16"] else ""
         save(result, out)
-        bars(result.measurements, "Ragged requests, all at once").save(out / "s04_ragged.svg")
+        bars(result.measurements, "Ragged requests, all at once").save(out / f"{result.name}.svg")
     if "concurrency" in parts:
         counts = (1, 4) if quick else (1, 2, 4, 8, 16, 32, 64)
         result = measure_concurrency(folder, counts, 8 if quick else 16, 8 if quick else 32, repeats)
@@ -166,12 +170,24 @@ def run(parts: Sequence[str], folder: Path, out: Path, quick: bool, dtypes: Sequ
         save(measure_swap(folder, sizes, load, 160 if quick else 900, repeats), out)
 
 
+def model_folder(options: argparse.Namespace, scratch: Path) -> Path:
+    """The checkpoint that is asked for; one that must be made is made in `scratch`."""
+    if options.quick:
+        return build_tiny("llama", scratch)
+    if not options.random:
+        return demo_model()
+    random_checkpoint("smollm2-135m", scratch, "cpu")
+    return scratch
+
+
 def main(arguments: list[str] | None = None) -> None:
     parts = ("scheduler", "ragged", "concurrency", "swap")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny model and one repeat: does it run? Keeps nothing")
     parser.add_argument("--only", choices=parts, help="this part alone")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="of the ragged load")
+    parser.add_argument("--whole", action="store_true", help="the whole ragged load in bf16, too")
+    parser.add_argument("--random", action="store_true", help="random weights of the demo model's shape: no download")
     parser.add_argument("--repeats", type=int, default=2, help="of every run that is timed")
     parser.add_argument("--out", type=Path, help="folder for the results (default: reference/results)")
     options = parser.parse_args(arguments)
@@ -181,9 +197,10 @@ def main(arguments: list[str] | None = None) -> None:
         out = options.out or (Path(scratch) if options.quick else RESULTS)
         folder = Path(scratch) / "tiny"
         if options.only != "scheduler":
-            folder = build_tiny("llama", folder) if options.quick else demo_model()
+            folder = model_folder(options, folder)
         repeats = 1 if options.quick else options.repeats
-        run([options.only] if options.only else parts, folder, out, options.quick, options.dtypes, repeats)
+        only = [options.only] if options.only else parts
+        run(only, folder, out, options.quick, options.dtypes, options.whole, repeats)
     print(f"{time.perf_counter() - start:.0f} s")
 
 

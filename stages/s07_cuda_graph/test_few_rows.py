@@ -9,12 +9,14 @@ import torch
 
 from stages.s01_forward.families import MoeConfig
 from stages.s01_forward.model import Model
+from stages.s07_cuda_graph.beforehand import beforehand
 from stages.s07_cuda_graph.few_cases import ALLOWED, small_cases
 from stages.s07_cuda_graph.few_interpreted import case_error, run_skinny_linear
 from stages.s07_cuda_graph.few_model_cases import ALLOWED_MODEL, TINY, gpu_cases, model_cases
 from stages.s07_cuda_graph.few_rows import most_rows, supports
 from stages.s07_cuda_graph.skinny_linear import PAYS_TO, Tile, pays, skinny_linear
 
+pytest_plugins = ["stages.s07_cuda_graph.beforehand"]
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton has no package for this platform"
 )
@@ -26,15 +28,17 @@ def pool(interpreted: ProcessPoolExecutor) -> ProcessPoolExecutor:
 
 
 @needs_triton
+@beforehand(lambda case: (case_error, case))
 @pytest.mark.parametrize("case", list(small_cases()), ids=str)
-def test_kernel_is_exact(pool, case):
-    assert pool.submit(case_error, case).result() <= ALLOWED[case.dtype]
+def test_kernel_is_exact(answer, case):
+    assert answer <= ALLOWED[case.dtype]
 
 
 @needs_triton
+@beforehand(lambda case: (case_error, case))
 @pytest.mark.parametrize("case", list(model_cases()), ids=str)
-def test_forward_equals_the_models(pool, case):
-    assert pool.submit(case_error, case).result() <= ALLOWED_MODEL[case.dtype]
+def test_forward_equals_the_models(answer, case):
+    assert answer <= ALLOWED_MODEL[case.dtype]
 
 
 @needs_triton

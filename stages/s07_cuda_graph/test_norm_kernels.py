@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from stages.s01_forward import layers
 from stages.s01_forward.ops import TORCH_OPS
 from stages.s03_paged_kv.ops import PagedOps
+from stages.s07_cuda_graph.beforehand import beforehand
 from stages.s07_cuda_graph.fused_ops import fused_ops
 from stages.s07_cuda_graph.interpreted import compare_norm, run_norm
 from stages.s07_cuda_graph.norm_cases import EPS, NormCase, gpu_cases, small_cases
 
+pytest_plugins = ["stages.s07_cuda_graph.beforehand"]
 CPU = torch.device("cpu")
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton has no package for this platform"
@@ -26,12 +28,12 @@ def pool(interpreted: ProcessPoolExecutor) -> ProcessPoolExecutor:
 
 
 @needs_triton
+@beforehand(lambda case: (compare_norm, case))
 @pytest.mark.parametrize("case", list(small_cases()), ids=str)
-def test_kernel_equals_torch(pool, case):
+def test_kernel_equals_torch(answer, case):
     """The interpreter cuts digits off where a GPU rounds to bf16, so there up to four units in the last place."""
-    errors = pool.submit(compare_norm, case).result()
     truncated = case.dtype == torch.bfloat16
-    assert errors.error <= 4 * 2**-7 if truncated else errors.within_limits(case.dtype), errors
+    assert answer.error <= 4 * 2**-7 if truncated else answer.within_limits(case.dtype), answer
 
 
 @needs_triton

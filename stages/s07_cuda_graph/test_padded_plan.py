@@ -2,7 +2,6 @@
 
 import importlib.util
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -13,19 +12,16 @@ import torch
 
 from stages.s03_paged_kv.attention_cases import exact_attention, make_case
 from stages.s03_paged_kv.tile_sizes import AttentionShape
+from stages.s07_cuda_graph.beforehand import beforehand
 from stages.s07_cuda_graph.padded_plan import mixed_size, padded_plan
 from stages.s07_cuda_graph.step_inputs import StepInputs, StepSize, tile_maps
 
+pytest_plugins = ["stages.s07_cuda_graph.beforehand"]
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton has no package for this platform, so its kernels cannot run here", allow_module_level=True)
 
 CPU = torch.device("cpu")
 PROCESSORS = 12  # of a GPU small enough to be interpreted: it wants 24 programs for a launch
-
-
-@pytest.fixture
-def pool(interpreted: ProcessPoolExecutor) -> ProcessPoolExecutor:
-    return interpreted
 
 
 def plan_of(q_lens: Sequence[int], kv_lens: Sequence[int]) -> Any:
@@ -64,13 +60,24 @@ def attend(size: StepSize, longest: int, arguments: dict[str, Any]) -> tuple[tor
     return out[:tokens], [(launch.keys_per_split, launch.num_splits) for launch in plan.launches]
 
 
-def check(pool: ProcessPoolExecutor, size: StepSize, longest: int, arguments: dict[str, Any]) -> list[tuple[int, int]]:
-    out, splits = pool.submit(attend, size, longest, arguments).result()
+def decode(bucket: int, kv_heads: int, longest: int, kv_lens: list[int], splits: int) -> tuple[Any, ...]:
+    """What `attend` is asked for in a decode step."""
+    arguments = {"q_lens": [1] * len(kv_lens), "kv_lens": kv_lens, "num_kv_heads": kv_heads}
+    return attend, StepSize(bucket, bucket, queries=1), longest, arguments
+
+
+def mixed(tokens: int, rows: int, longest: int, q_lens: list[int], kv_lens: list[int]) -> tuple[Any, ...]:
+    """The same in a step with chunks."""
+    size = mixed_size(tokens, rows, AttentionShape(2, 1, 64, 16, 4), longest)
+    return attend, size, longest, {"q_lens": q_lens, "kv_lens": kv_lens}
+
+
+def check(out: torch.Tensor, **arguments: Any) -> None:
     exact = exact_attention(make_case(**{"num_kv_heads": 1, **arguments}))
     torch.testing.assert_close(out.double(), exact, atol=3e-6, rtol=0)
-    return splits
 
 
+@beforehand(decode)
 @pytest.mark.parametrize(
     ("bucket", "kv_heads", "longest", "kv_lens", "splits"),
     [
@@ -80,11 +87,13 @@ def check(pool: ProcessPoolExecutor, size: StepSize, longest: int, arguments: di
         (12, 1, 2048, [390, 5, 257, 256], 2),  # a row longer than both splits together: each takes half
     ],
 )
-def test_decode(pool, bucket, kv_heads, longest, kv_lens, splits):
-    arguments = {"q_lens": [1] * len(kv_lens), "kv_lens": kv_lens, "num_kv_heads": kv_heads}
-    assert check(pool, StepSize(bucket, bucket, queries=1), longest, arguments) == [(128, splits)]
+def test_decode(answer, bucket, kv_heads, longest, kv_lens, splits):
+    out, found = answer
+    check(out, q_lens=[1] * len(kv_lens), kv_lens=kv_lens, num_kv_heads=kv_heads)
+    assert found == [(128, splits)]
 
 
+@beforehand(mixed)
 @pytest.mark.parametrize(
     ("tokens", "rows", "longest", "q_lens", "kv_lens"),
     [
@@ -95,10 +104,9 @@ def test_decode(pool, bucket, kv_heads, longest, kv_lens, splits):
         (64, 11, 2048, [1, 30], [390, 300]),  # rows longer than all splits together
     ],
 )
-def test_mixed(pool, tokens, rows, longest, q_lens, kv_lens):
-    arguments = {"q_lens": q_lens, "kv_lens": kv_lens}
-    size = mixed_size(tokens, rows, AttentionShape(2, 1, 64, 16, 4), longest)
-    splits = check(pool, size, longest, arguments)
+def test_mixed(answer, tokens, rows, longest, q_lens, kv_lens):
+    out, splits = answer
+    check(out, q_lens=q_lens, kv_lens=kv_lens)
     assert (min(keys * count for keys, count in splits) < max(kv_lens)) == (longest == 2048)
 
 

@@ -5,6 +5,8 @@ import dataclasses
 import importlib.util
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 from stages.s01_forward.sampler import sample
 from stages.s01_forward.sampling_params import SamplingParams
 from stages.s07_cuda_graph import sample_torch
+from stages.s07_cuda_graph.beforehand import beforehand
 from stages.s07_cuda_graph.interpreted import run_filter, run_sample
 from stages.s07_cuda_graph.sample_torch import keep, penalise, sample_rows
 from stages.s07_cuda_graph.sampling_cases import (
@@ -26,6 +29,7 @@ from stages.s07_cuda_graph.sampling_cases import (
 )
 from stages.s07_cuda_graph.sampling_columns import SamplingColumns
 
+pytest_plugins = ["stages.s07_cuda_graph.beforehand"]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton has no package here")
 Sampler = Callable[[Case], tuple[Tensor, Tensor]]  # token ids [N] and the history [S, V] afterwards
 NAN, INF = torch.nan, torch.inf
@@ -85,22 +89,24 @@ def test_torch_version_never_looks_from_the_host(monkeypatch):
     assert run_torch(case)[0].tolist() == expected
 
 
+def mixture(vocab_size: int, count: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    return partial(run_sample, tile=512), make_case(count, vocab_size, 1, dtype)
+
+
 @needs_triton
+@beforehand(mixture)
 @pytest.mark.parametrize(
     ("vocab_size", "count", "dtype"), [(7, 9, torch.float16), (130, 12, torch.bfloat16), (1000, 9, torch.float32)]
 )
-def test_kernels_equal_torch(pool, vocab_size, count, dtype):
-    case = make_case(count, vocab_size, 1, dtype)
-    token_ids, history = pool.submit(run_sample, case, tile=512).result()
-    expected, expected_history = run_torch(case)
+def test_kernels_equal_torch(answer, vocab_size, count, dtype):
+    token_ids, history = answer
+    expected, expected_history = run_torch(make_case(count, vocab_size, 1, dtype))
     assert token_ids.tolist() == expected.tolist()
     assert torch.equal(history, expected_history)
 
 
-@needs_triton
-@pytest.mark.parametrize("candidates", [2, 64, 512], ids="room for {}".format)
-def test_the_filter_keeps_what_a_stable_sort_keeps(pool, candidates):
-    """The whole set of each row, with ties at every cut; with room for all logits, for some, and for hardly any."""
+def filters() -> Case:
+    """A row for each kind of filter, with ties at every cut."""
     wishes = [
         {"top_k": 1}, {"top_k": 3}, {"top_k": 40}, {"top_p": 0.9}, {"top_p": 0.3}, {"top_p": 1e-30}, {"min_p": 0.2},
         {"top_k": 20, "top_p": 0.95}, {"top_k": 3, "top_p": 0.7, "min_p": 0.3}, {"top_p": 0.999, "temperature": 3.0},
@@ -111,11 +117,17 @@ def test_the_filter_keeps_what_a_stable_sort_keeps(pool, candidates):
     logits[1, ::2] = -INF
     logits[3:5] = 0.0  # all equal: the first 90 % and 30 %
     slots = torch.arange(1, len(rows) + 1, dtype=torch.int32)
-    case = Case(rows, logits, slots, slots.long(), make_columns(rows, slots, 300))
-    floors, limits = pool.submit(run_filter, case, candidates=candidates).result()
+    return Case(rows, logits, slots, slots.long(), make_columns(rows, slots, 300))
 
-    at = slots.long()
-    adjusted = penalise(logits, at, case.columns)
+
+@needs_triton
+@beforehand(lambda candidates: (partial(run_filter, candidates=candidates), filters()))
+@pytest.mark.parametrize("candidates", [2, 64, 512], ids="room for {}".format)
+def test_the_filter_keeps_what_a_stable_sort_keeps(answer, candidates):
+    """The whole set of each row; with room for all logits, for some, and for hardly any."""
+    (floors, limits), case = answer, filters()
+    at = case.slots.long()
+    adjusted = penalise(case.logits, at, case.columns)
     temperature = case.columns.temperature[at][:, None]
     kept = keep((adjusted - adjusted.amax(-1, keepdim=True)) / temperature, at, case.columns) > -INF
     tokens = torch.arange(300)
@@ -225,13 +237,17 @@ def test_chi_square_sees_a_wrong_distribution():
     assert chi_square(token_ids, probabilities(logits, SamplingParams(temperature=1.0))) > 10
 
 
+def draws() -> Case:
+    """From two chunks."""
+    return draws_case(spread(14), 40, SamplingParams(temperature=1.0))
+
+
 @needs_triton
-def test_draws_of_the_kernels(pool):
-    """As many as the interpreter has time for, from two chunks: the same tokens as torch's."""
-    logits = spread(14)
-    case = draws_case(logits, 40, SamplingParams(temperature=1.0))
-    token_ids, _ = pool.submit(run_sample, case, chunk=8, tile=128).result()
-    assert token_ids.tolist() == run_torch(case)[0].tolist()
+@beforehand(lambda: (partial(run_sample, chunk=8, tile=128), draws()))
+def test_draws_of_the_kernels(answer):
+    """As many as the interpreter has time for: the same tokens as torch's."""
+    token_ids, logits = answer[0], spread(14)
+    assert token_ids.tolist() == run_torch(draws())[0].tolist()
     assert abs(chi_square(token_ids, probabilities(logits, SamplingParams(temperature=1.0)))) < 4
 
 
@@ -243,10 +259,15 @@ def test_ties_win_equally_often_at_the_lowest_temperature():
     assert abs(chi_square(token_ids, torch.tensor([1, 0, 1, 1]).double() / 3)) < 4
 
 
+def ties() -> Case:
+    """Of the first and the last token."""
+    return draws_case(torch.tensor([30.0, 29.0, 28.0, 30.0]), 30, SamplingParams(temperature=1e-5))
+
+
 @needs_triton
-def test_ties_across_chunks(pool):
+@beforehand(lambda: (partial(run_sample, chunk=2, tile=128), ties()))
+def test_ties_across_chunks(answer):
     """Whichever chunk has the luckiest of them wins: the chunks' scores are compared with their digits kept."""
-    case = draws_case(torch.tensor([30.0, 29.0, 28.0, 30.0]), 30, SamplingParams(temperature=1e-5))
-    token_ids, _ = pool.submit(run_sample, case, chunk=2, tile=128).result()
-    assert token_ids.tolist() == run_torch(case)[0].tolist()
+    token_ids = answer[0]
+    assert token_ids.tolist() == run_torch(ties())[0].tolist()
     assert set(token_ids.tolist()) == {0, 3}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from stages.s01_forward.config import ModelConfig
 from stages.s01_forward.hub import resolve_model
@@ -16,7 +19,9 @@ from stages.s03_paged_kv.paged_cache import PagedCache
 from stages.s04_continuous_batching.engine import Engine
 from stages.s04_continuous_batching.scheduler import Scheduler
 from stages.s04_continuous_batching.swap import SwapSpace
+from stages.s07_cuda_graph.graphs import GRAPH_BYTES, Graphs, decode_buckets, decode_size
 from stages.s07_cuda_graph.llm import LLM as GraphLLM
+from stages.s07_cuda_graph.step import Step
 from stages.s08_speculative.draft_model import DraftModelProposer, check_vocabulary, first_layers
 from stages.s08_speculative.ngram import NgramProposer
 from stages.s08_speculative.pace import Pace
@@ -25,14 +30,18 @@ from stages.s08_speculative.speculative_engine import SpeculativeEngine
 from stages.s08_speculative.speculative_runner import Rule, SpeculativeRunner
 from stages.s08_speculative.speculative_scheduler import SpeculativeScheduler
 
-MAX_ROWS = 16  # running requests up to which anybody guesses: half of what the roofline allows an H200 with k = 4
-LEAST_RATE = 0.2  # of guesses that stand
+LEAST_RATE = 0.2  # of guesses that stand: of 4, 0.8, so 1.8 tokens a step
+# Running requests up to which anybody guesses: as long as verifying 4 guesses for each costs less than 1.8 plain steps.
+# H200, Qwen2.5-7B (`s08_gpu_qwen2.5-7b`): 1.6 of them with 32 rows, 2.4 with 64. Two cores of a CPU, SmolLM2-135M, by
+# what steps of so many tokens take (`s04_concurrency`): 1.5 with 4 rows, 2.1 with 8.
+MAX_ROWS = {"cuda": 32, "cpu": 4}
 
 
 class LLM(GraphLLM):
     """speculative: "ngram"; "layers:12", a draft of the model's first layers; a folder or hub id of a smaller model;
     None: off. num_draft_tokens: guesses per step. acceptance: "match" (the answer is that of plain decoding, token for
-    token) or "ratio" (it is distributed alike). speculative_max_rows, speculative_least_rate: when nobody guesses.
+    token) or "ratio" (it is distributed alike). speculative_max_rows, speculative_least_rate: when nobody guesses;
+    max_rows None: what was measured for such a device.
     """
 
     def __init__(
@@ -41,24 +50,47 @@ class LLM(GraphLLM):
         speculative: str | None = None,
         num_draft_tokens: int = 4,
         acceptance: Rule = "match",
-        speculative_max_rows: int = MAX_ROWS,
+        speculative_max_rows: int | None = None,
         speculative_least_rate: float = LEAST_RATE,
         **options: Any,
     ) -> None:
         check_int("num_draft_tokens", num_draft_tokens, 0)
-        check_int("speculative_max_rows", speculative_max_rows, 1)
+        if speculative_max_rows is not None:
+            check_int("speculative_max_rows", speculative_max_rows, 1)
         check_float("speculative_least_rate", speculative_least_rate, 0, 1)
         if acceptance not in ("match", "ratio"):
             raise ValueError(f"acceptance is {acceptance!r}; it must be 'match' or 'ratio'")
         self.speculative = speculative if num_draft_tokens else None
         self.num_draft_tokens, self.acceptance = num_draft_tokens, acceptance
-        self.pace = Pace(speculative_max_rows, speculative_least_rate)
+        self.speculative_max_rows, self.speculative_least_rate = speculative_max_rows, speculative_least_rate
         self.draft: Model | None = None
         super().__init__(*args, **options)
 
+    @property
+    def max_rows(self) -> int:
+        """Running requests up to which anybody guesses."""
+        return self.speculative_max_rows or MAX_ROWS[self.device.type]
+
+    def reserved_bytes(self) -> int:
+        """As before, and what steps with guesses add: their graphs, and rows of logits.
+
+        The draft model is loaded here, before anybody looks at how much memory is free.
+        """
+        self.draft = self.make_draft()
+        if self.speculative is None or self.device.type != "cuda":
+            return super().reserved_bytes()
+        guessing = self.guessing_rows()
+        rows = max(0, guessing[-1] * (1 + self.num_draft_tokens) - self.max_num_seqs)
+        logits = rows * self.config.vocab_size * (self.dtype.itemsize + torch.float32.itemsize)
+        return super().reserved_bytes() + logits + (GRAPH_BYTES * len(guessing) if self.graphs else 0)
+
+    def guessing_rows(self) -> list[int]:
+        """Numbers of rows for which steps with guesses have a graph."""
+        sizes = decode_buckets(self.max_num_seqs)
+        return sizes[: bisect_left(sizes, min(self.max_rows, self.max_num_seqs)) + 1]
+
     def kv_share(self) -> float:
         """The draft model's K/V lies in the same blocks, and its bytes count as the model's do."""
-        self.draft = self.make_draft()
         if self.draft is None:
             return 1.0
         own, other = (kv_bytes_per_token(config, self.dtype) for config in (self.config, self.draft.config))
@@ -99,7 +131,16 @@ class LLM(GraphLLM):
             step, host_store, graphs, self.max_num_batched_tokens, self.num_draft_tokens, self.acceptance
         )
         proposer = self.make_proposer(scheduler.cache, store)
-        return SpeculativeEngine(scheduler, runner, proposer, self.pace, ahead=int(self.overlap))
+        pace = Pace(self.max_rows, self.speculative_least_rate)
+        return SpeculativeEngine(scheduler, runner, proposer, pace, ahead=int(self.overlap))
+
+    def make_step(self, store: KVStore) -> tuple[Step, Graphs | None]:
+        """As before; steps with guesses are captured at the start, too, if that is when graphs are."""
+        step, graphs = super().make_step(store)
+        if graphs and self.speculative is not None and self.capture == "start":
+            for rows in reversed(self.guessing_rows()):
+                graphs.get(decode_size(rows, queries=1 + self.num_draft_tokens))
+        return step, graphs
 
     def make_proposer(self, cache: PagedCache, store: KVStore) -> Proposer:
         """N-grams, or the draft model with K/V in as many blocks as the model has."""

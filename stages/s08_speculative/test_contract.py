@@ -11,7 +11,8 @@ class WithNgrams(LLM):
     """However the guesses fare; a single token that stood before is enough for some."""
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        super().__init__(model, speculative="ngram", speculative_least_rate=0.0, **options)
+        often = {"speculative_least_rate": 0.0, "speculative_max_rows": 64}
+        super().__init__(model, speculative="ngram", **(often | options))
         self.engine.proposer.sizes = range(3, 0, -1)
 
 

@@ -10,6 +10,7 @@ import torch
 from stages.s01_forward.config import ModelConfig
 from stages.s01_forward.sampling_params import SamplingParams
 from stages.s02_kv_cache.kv_store import kv_bytes_per_token
+from stages.s04_continuous_batching import llm as s04_llm
 from stages.s06_prefix_cache.llm import LLM as Plain
 from stages.s07_cuda_graph.fake_graphs import FakeGraphs
 from stages.s08_speculative.llm import LLM
@@ -27,7 +28,8 @@ def engine(folder: Any, blocks: int = 80, swap: int = 0, cls: type = LLM, **opti
     """Blocks of 4 tokens; it guesses with n-grams until it is told otherwise, and never pauses."""
     block = 4 * kv_bytes_per_token(ModelConfig.from_dir(folder), torch.float32) / 2**20
     memory = {"kv_cache_mb": (blocks + 1) * block, "swap_mb": swap * block, "block_size": 4, "max_model_len": 64}
-    guessing = {"speculative": "ngram", "speculative_least_rate": 0.0} if cls is LLM else {}
+    often = {"speculative": "ngram", "speculative_least_rate": 0.0, "speculative_max_rows": 16}
+    guessing = often if cls is LLM else {}
     return cls(folder, device="cpu", dtype="float32", **{**memory, **guessing, **options})
 
 
@@ -139,6 +141,31 @@ def test_whatever_is_guessed(kind, padded, plain, tiny):
     assert (llm.engine.stats.accepted == 0) == (kind in ("wrong", "empty"))
     if kind == "right":
         assert llm.engine.stats.acceptance_rate == 1
+
+
+def test_capture_at_the_start_makes_all_that_steps_with_guesses_ask_for(plain, tiny, monkeypatch):
+    """For as many rows as may guess, and no more."""
+    monkeypatch.setattr("stages.s07_cuda_graph.llm.has_kernels", lambda device: True)
+    monkeypatch.setattr("stages.s07_cuda_graph.llm.Graphs", FakeGraphs)
+    sizes = {"max_num_seqs": 10, "max_num_batched_tokens": 64, "speculative_max_rows": 7}
+    llm = engine(tiny("qwen2"), capture="start", fused=False, **sizes)
+    graphs = llm.engine.runner.graphs
+    made = list(graphs.captured)
+    llm.engine.proposer = Told(plain[1], KINDS["right"])
+    assert_same(llm.generate(PROMPTS, PARAMS), plain[0])
+    assert list(graphs.captured) == made
+    assert [size.rows for size in made if size.queries == 5] == [8 + 1, 4 + 1, 2 + 1, 1 + 1]
+    assert llm.engine.stats.rows > 10
+
+
+def test_the_draft_model_is_there_before_memory_is_shared_out(tiny, monkeypatch):
+    order: list[str] = []
+    make, budget = LLM.make_draft, s04_llm.kv_budget_mb
+    monkeypatch.setattr(LLM, "make_draft", lambda self: (order.append("draft"), make(self))[1])
+    monkeypatch.setattr(s04_llm, "kv_budget_mb", lambda *a, **o: (order.append("budget"), budget(*a, **o))[1])
+    llm = engine(tiny("qwen2"), speculative="layers:1")
+    assert order == ["draft", "budget"]
+    assert llm.draft is not None
 
 
 @pytest.mark.parametrize("k", [0, 1, 8])
