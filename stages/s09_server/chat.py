@@ -1,0 +1,136 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from stages.s01_forward.outputs import TokenLogprob
+from stages.s09_server.errors import refusing
+from stages.s09_server.exchange import Exchange
+from stages.s09_server.json_body import JsonRoute
+from stages.s09_server.messages import AnswerEvent
+from stages.s09_server.params import chat_params
+from stages.s09_server.protocol import ChatRequest
+from stages.s09_server.response_models import ANSWER_ERRORS, STREAM, ChatCompletion, documented
+from stages.s09_server.service import Service, template_turns
+from stages.s09_server.sse import EventStream
+from stages.s09_server.token_texts import TokenTexts
+
+encode = msgspec.json.Encoder().encode
+
+
+def chat_router(service: Service) -> APIRouter:
+    """The route."""
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.post(
+        "/v1/chat/completions",
+        response_model=None,
+        responses=documented(ChatCompletion, *ANSWER_ERRORS, content=STREAM),
+    )
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """The model's next message in a conversation."""
+        arrival = time.perf_counter()
+        service.check_model(body.model)
+        with refusing(None, ChatRequest):
+            params = chat_params(body)
+        grammar = await service.grammar(body.response_format, ChatRequest)
+        token_ids = await service.chat_ids(template_turns(body.messages), ChatRequest)
+        requests = await service.build([token_ids], params, ChatRequest, "messages")
+        texts = TokenTexts(service.tokenizer) if body.logprobs else None
+        exchange = service.open(requests, arrival, grammar)
+        if body.stream:
+            usage = bool(body.stream_options and body.stream_options.include_usage)
+            return EventStream(exchange, ChatChunks(exchange, service.model_name, texts, usage))
+        return await whole(exchange, request, service.model_name, texts)
+
+    return router
+
+
+def head_of(kind: str, model: str) -> dict[str, Any]:
+    """What the response, or each chunk of it, begins with. Nothing inside goes by the id."""
+    return {"id": f"chatcmpl-{secrets.token_hex(16)}", "object": kind, "created": int(time.time()), "model": model}
+
+
+@dataclass
+class Collected:
+    """An answer as it is put together."""
+
+    pieces: list[str] = field(default_factory=list)
+    scores: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+async def whole(exchange: Exchange, request: Request, model: str, texts: TokenTexts | None) -> Response:
+    """The response without a stream."""
+    answers = [Collected() for _ in range(exchange.num_answers)]
+    async with exchange.watched(request.receive):
+        while exchange.left and (events := await exchange.next()):
+            for event in events:
+                answer = answers[event.answer]
+                answer.pieces.append(event.text)
+                answer.scores += event.logprobs
+                answer.finish_reason = event.finish_reason
+    choices = [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": "".join(answer.pieces)},
+            "logprobs": {"content": texts.for_chat(answer.scores)} if texts else None,
+            "finish_reason": answer.finish_reason,
+        }
+        for index, answer in enumerate(answers)
+    ]
+    body = {**head_of("chat.completion", model), "choices": choices, "usage": exchange.usage()}
+    return Response(encode(body), media_type="application/json")
+
+
+class ChatChunks:
+    """The chunks of a stream: the role, then text as it comes, then why the answer ended, for each answer.
+
+    All but the text is the same in every chunk of an answer, so it is encoded once.
+    """
+
+    def __init__(self, exchange: Exchange, model: str, texts: TokenTexts | None, usage: bool) -> None:
+        self.exchange, self.texts, self.usage = exchange, texts, usage
+        self.head = b"data: " + encode(head_of("chat.completion.chunk", model))[:-1] + b',"choices":['
+        self.tail = b"]" + (b',"usage":null' if usage else b"") + b"}\n\n"
+        answers = range(exchange.num_answers)
+        self.text_from = [self.head + b'{"index":%d,"delta":{"content":' % answer for answer in answers]
+        self.text_to = b'},"logprobs":null,"finish_reason":null}' + self.tail
+        self.begun: set[int] = set()
+
+    def chunk(self, event: AnswerEvent) -> bytes:
+        """Nothing, if no text is certain yet and nobody wants scores."""
+        answer, text = event.answer, event.text
+        if answer in self.begun and event.finish_reason is None and self.texts is None:  # nearly always
+            return self.text_from[answer] + encode(text) + self.text_to if text else b""
+        chunks = []
+        if answer not in self.begun:
+            self.begun.add(answer)
+            chunks.append(self.choice(answer, {"role": "assistant", "content": ""}))
+        if self.texts and event.logprobs:
+            chunks.append(self.choice(answer, {"content": text}, {"content": self.texts.for_chat(event.logprobs)}))
+        elif text:
+            chunks.append(self.text_from[answer] + encode(text) + self.text_to)
+        if event.finish_reason is not None:
+            chunks.append(self.choice(answer, {}, finish_reason=event.finish_reason))
+        return b"".join(chunks)
+
+    def choice(
+        self, index: int, delta: dict[str, str], logprobs: object = None, finish_reason: str | None = None
+    ) -> bytes:
+        """A chunk of an unusual kind."""
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return self.head + encode(choice) + self.tail
+
+    def end(self) -> bytes:
+        """The usage, if it was asked for."""
+        if not self.usage:
+            return b""
+        return self.head + b'],"usage":' + encode(self.exchange.usage()) + b"}\n\n"

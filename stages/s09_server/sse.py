@@ -1,0 +1,65 @@
+"""Server-sent events: an answer as it grows. https://html.spec.whatwg.org/multipage/server-sent-events.html"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from stages.s09_server.errors import ApiError, error_object
+from stages.s09_server.exchange import Exchange
+from stages.s09_server.messages import AnswerEvent
+
+DONE = b"data: [DONE]\n\n"
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a proxy must not collect what is meant to flow
+]
+
+
+class Chunks(Protocol):
+    """How one endpoint writes its stream."""
+
+    def chunk(self, event: AnswerEvent) -> bytes:
+        """An event of the engine as none, one or several events of the stream."""
+
+    def end(self) -> bytes:
+        """What comes before the last line, when all answers have ended."""
+
+
+class EventStream(Response):
+    """The response to a request with `stream: true`.
+
+    It begins with the engine's first news: whatever goes wrong before has a status of its own. All that is pending goes
+    out in one write. A client that reads slowly holds up this method alone: `send` waits until its socket has room, and
+    the engine's news are merged meanwhile.
+    """
+
+    def __init__(self, exchange: Exchange, chunks: Chunks) -> None:
+        self.exchange, self.chunks = exchange, chunks
+        self.status_code, self.background = 200, None
+        self.raw_headers = HEADERS
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Write until all answers have ended, or the client has gone."""
+        exchange, chunk = self.exchange, self.chunks.chunk
+        async with exchange.watched(receive):
+            events = await exchange.next()  # an error is an answer with its own status still
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                while exchange.left and events:
+                    if body := b"".join(map(chunk, events)):
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
+                    events = await exchange.next()
+                last = b"".join(map(chunk, events)) + self.chunks.end() + DONE
+            except ApiError as error:  # the status has gone out long ago
+                last = error_event(error)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def error_event(error: ApiError) -> bytes:
+    """The last event of a stream that could not go on."""
+    return b"data: " + msgspec.json.encode(error_object(error)) + b"\n\n"

@@ -1,0 +1,332 @@
+"""Who is let in, how much may be sent, and what is said to all others. Bodies go over a real connection."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from stages.s01_forward.tokenizer import Tokenizer
+from stages.s09_server.api import ApiSettings, make_app
+from stages.s09_server.errors import ErrorBody
+from stages.s09_server.limits import BodyLimit
+from stages.s09_server.loopback import Loopback
+from stages.s09_server.puppet import LENGTH, Puppet
+from stages.s09_server.service import LONG_TEXT
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+LIMIT = 2**20  # bytes
+ANSWER = {"text": "hi", "finish_reason": "stop"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny) -> Tokenizer:
+    return Tokenizer(tiny("qwen2"))
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer) -> Iterator[Loopback]:
+    async def make():
+        return Puppet(tokenizer, ANSWER)
+
+    with Loopback(make, ApiSettings(("m",), max_body_mb=LIMIT / 2**20)) as server:
+        yield server
+
+
+def body_of(size: int) -> bytes:
+    """A good request of so many bytes."""
+    body = json.dumps({"model": "m", "prompt": "x", "user": ""}).encode()
+    return body[:-2] + b"u" * (size - len(body)) + body[-2:]
+
+
+def response(client: socket.socket) -> tuple[int, bytes]:
+    """Status and body, of a response that tells its length."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        piece = client.recv(65536)
+        assert piece, f"closed after {data!r}"
+        data += piece
+    head, _, body = data.partition(b"\r\n\r\n")
+    lines = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+    length = int(lines[b"content-length"])
+    while len(body) < length:
+        body += client.recv(65536)
+    return int(head.split()[1]), body
+
+
+def get(puppet: Puppet, path: str, method: str = "GET", headers=None, body=None, draining=False, **settings):
+    """A response, in process."""
+
+    async def go():
+        app = make_app(puppet, ApiSettings(("m",), **settings))
+        app.state.service.draining = draining
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://puppet") as client:
+            return await client.request(method, path, headers=headers, json=body)
+
+    return asyncio.run(go())
+
+
+def refused(response: httpx.Response, status: int, code: str) -> None:
+    assert response.status_code == status, response.text
+    assert ErrorBody.model_validate_json(response.content, strict=True).error.code == code
+
+
+class TestBodies:
+    @pytest.mark.parametrize("chunked", [False, True])
+    @pytest.mark.parametrize(("size", "status"), [(LIMIT - 1, 200), (LIMIT, 200), (LIMIT + 1, 413)])
+    def test_to_the_byte(self, server, chunked, size, status):
+        body = body_of(size)
+        if chunked:
+            parts = [body[start : start + 60_000] for start in range(0, size, 60_000)]
+            framed = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+            client = server.connect(COMPLETIONS, framed, "Transfer-Encoding: chunked")
+        else:
+            client = server.connect(COMPLETIONS, body)
+        with client:
+            told, content = response(client)
+        assert told == status
+        if status == 413:
+            assert json.loads(content)["error"]["code"] == "body_too_large"
+
+    def test_a_length_is_enough(self, server):
+        """Nothing of the body has been sent."""
+        with server.connect(COMPLETIONS, b"", "Content-Length: 99999999999") as client:
+            assert response(client)[0] == 413
+
+    def test_a_body_without_end(self, server):
+        """It is told before all of it has come, and the connection ends."""
+        part = b"%x\r\n%s\r\n" % (2**16, b"u" * 2**16)
+        sent = 0
+        with server.connect(COMPLETIONS, b"", "Transfer-Encoding: chunked") as client:
+            with contextlib.suppress(ConnectionError):
+                for _ in range(4000):  # 250 MB
+                    client.sendall(part)
+                    sent += 2**16
+            assert LIMIT <= sent < 4000 * 2**16
+            with contextlib.suppress(ConnectionError):
+                assert response(client)[0] == 413
+
+    def test_nothing_of_it_is_kept(self):
+        """The app is never told more than the limit, however much comes."""
+        came = []
+
+        async def app(scope, receive, send):
+            while (message := await receive())["more_body"]:
+                came.append(len(message["body"]))
+
+        async def scenario():
+            sent, left = [], iter([b"u" * 1000] * 50)
+
+            async def receive():
+                piece = next(left, None)
+                return {"type": "http.request", "body": piece or b"", "more_body": piece is not None}
+
+            async def send(message):
+                sent.append(message)
+
+            await BodyLimit(app, limit=10_000)({"type": "http", "headers": []}, receive, send)
+            return sent
+
+        start, *_ = asyncio.run(scenario())
+        assert start["status"] == 413
+        assert sum(came) == 10_000
+
+    def test_a_client_that_sends_all_first_hears_of_it(self, server):
+        """httpx and most others read only when they have written."""
+        headers = {"Content-Type": "application/json"}
+        told = httpx.post(server.url + COMPLETIONS, content=b"u" * 8 * LIMIT, headers=headers)
+        refused(told, 413, "body_too_large")
+
+    @pytest.mark.parametrize("opening", [b"[", b'{"a":'])
+    def test_deep_json(self, server, opening):
+        with server.connect(COMPLETIONS, opening * 10_000) as client:
+            status, content = response(client)
+        assert (status, json.loads(content)["error"]["code"]) == (400, "invalid_json")
+
+
+@pytest.fixture(scope="module")
+def roomy(tokenizer) -> Iterator[Loopback]:
+    """Takes bodies of 16 MB."""
+
+    async def make():
+        return Puppet(tokenizer, ANSWER)
+
+    with Loopback(make, ApiSettings(("m",), max_body_mb=16)) as server:
+        yield server
+
+
+class TestLongPrompts:
+    @pytest.mark.parametrize(
+        ("path", "fields"),
+        [
+            (COMPLETIONS, {"prompt": [5] * 1_000_000}),
+            (COMPLETIONS, {"prompt": "word " * 1_000_000}),
+            (CHAT, {"messages": [{"role": "user", "content": "word " * 1_000_000}]}),
+            (CHAT, {"messages": [{"role": "user", "content": "a"}] * 10_000}),
+            (COMPLETIONS, {"prompt": ["a"] * 10_000}),
+            (COMPLETIONS, {"prompt": ["a"] * 2048, "n": 128}),
+            (COMPLETIONS, {"prompt": "x", "stop": ["x"] * 100_000}),
+            (COMPLETIONS, {"prompt": "x", "logit_bias": {str(number): 1 for number in range(100_000)}}),
+        ],
+    )
+    def test_they_are_refused_in_no_time(self, roomy, path, fields):
+        body = json.dumps({"model": "m"} | fields).encode()
+        for _ in range(3):  # something else may keep the machine busy
+            began = time.perf_counter()
+            with roomy.connect(path, body) as client:
+                status, content = response(client)
+            assert status == 400 and len(content) < 1000
+            if time.perf_counter() - began < 1:
+                return
+        raise AssertionError("each of three times it took more than a second")
+
+    def test_nobody_waits_for_a_long_text(self, tokenizer, monkeypatch):
+        """While a thread makes tokens of one, another request comes and goes."""
+        puppet = Puppet(tokenizer, ANSWER)
+        long = "2" * (LONG_TEXT + 1)
+        slept = []
+
+        def encode(text):
+            if text == long:
+                time.sleep(0.5)
+                slept.append(time.perf_counter())
+            return [5]
+
+        monkeypatch.setattr(tokenizer, "encode", encode)
+        monkeypatch.setattr("stages.s09_server.service.Service.max_characters", 10**9)
+
+        async def scenario():
+            transport = httpx.ASGITransport(make_app(puppet, ApiSettings(("m",))))
+            async with httpx.AsyncClient(transport=transport, base_url="http://puppet") as client:
+                slow = asyncio.create_task(client.post(COMPLETIONS, json={"model": "m", "prompt": long}))
+                await asyncio.sleep(0.05)
+                quick = await client.post(COMPLETIONS, json={"model": "m", "prompt": "x"})
+                return quick.status_code, time.perf_counter(), (await slow).status_code
+
+        quick, at, slow = asyncio.run(scenario())
+        assert (quick, slow) == (200, 200)
+        assert at < slept[0]
+
+    def test_as_long_as_fits(self, tokenizer, monkeypatch):
+        """The bound on characters refuses nothing that the model could take, and the next token is too much."""
+        monkeypatch.setattr("stages.s09_server.service.LONG_TEXT", 0)
+        longest = max((tokenizer.decode([token_id]) for token_id in range(500)), key=len)
+        for count, status in ((LENGTH - 1, 200), (LENGTH, 400)):
+            text = longest * count
+            assert len(tokenizer.encode(text)) == count
+            body = {"model": "m", "prompt": text}
+            assert get(Puppet(tokenizer, ANSWER), COMPLETIONS, "POST", body=body).status_code == status
+
+
+class TestApiKey:
+    ALLOWED = ("/health", "/version", "/metrics", "/openapi.json")
+
+    WRONG = (None, "", "Bearer", "Bearer wrong", "key", "Basic key", "Bearer key2", "Bearer é")
+
+    @pytest.mark.parametrize("header", WRONG)
+    def test_without_it(self, tokenizer, header):
+        headers = {} if header is None else {"Authorization": header.encode()}
+        asked = {"/v1/models": "GET", CHAT: "POST", COMPLETIONS: "POST", "/tokenize": "POST", "/status": "GET"}
+        for path, method in asked.items():
+            response = get(Puppet(tokenizer), path, method, headers, api_key="key")
+            refused(response, 401, "invalid_api_key")
+            assert "key" not in response.json()["error"]["message"].replace("API key", "")
+
+    def test_with_it(self, tokenizer):
+        assert get(Puppet(tokenizer), "/v1/models", headers={"Authorization": "Bearer key"}, api_key="key").is_success
+
+    def test_what_machines_ask_needs_none(self, tokenizer):
+        assert all(get(Puppet(tokenizer), path, api_key="key").is_success for path in self.ALLOWED)
+
+    def test_below_a_proxys_path(self, tokenizer):
+        """A server may be told of it, and then sees it in each path."""
+        app = make_app(Puppet(tokenizer), ApiSettings(("m",), api_key="key", root_path="/llm"))
+
+        async def ask(**headers):
+            transport = httpx.ASGITransport(app, root_path="/llm")
+            async with httpx.AsyncClient(transport=transport, base_url="http://puppet/llm") as client:
+                return (await client.get("/v1/models", headers=headers)).status_code
+
+        assert asyncio.run(ask()) == 401
+        assert asyncio.run(ask(authorization="Bearer key")) == 200
+        assert get(Puppet(tokenizer), "/openapi.json", root_path="/llm").json()["servers"] == [{"url": "/llm"}]
+
+    def test_nobody_needs_one_unless_told(self, tokenizer):
+        assert get(Puppet(tokenizer), "/v1/models").is_success
+
+
+class TestRequestId:
+    def test_told_back(self, tokenizer):
+        headers = {"X-Request-Id": "mine"}
+        for path in ("/health", "/nothing"):
+            assert get(Puppet(tokenizer), path, headers=headers).headers["x-request-id"] == "mine"
+        assert get(Puppet(tokenizer), "/v1/models", headers=headers, api_key="k").headers["x-request-id"] == "mine"
+
+    def test_else_a_new_one(self, tokenizer):
+        one, other = (get(Puppet(tokenizer), "/health").headers["x-request-id"] for _ in range(2))
+        assert len(one) == len(other) == 32 and one != other
+
+    def test_a_long_one_is_cut(self, tokenizer):
+        headers = {"X-Request-Id": "i" * 5000}
+        assert get(Puppet(tokenizer), "/health", headers=headers).headers["x-request-id"] == "i" * 128
+
+
+class TestDraining:
+    def test_nothing_new_is_taken(self, tokenizer):
+        for path in (CHAT, COMPLETIONS):
+            response = get(Puppet(tokenizer), path, "POST", body={}, draining=True)
+            refused(response, 503, "shutting_down")
+            assert int(response.headers["retry-after"]) > 0
+        refused(get(Puppet(tokenizer), "/health", draining=True), 503, "shutting_down")
+        assert get(Puppet(tokenizer), "/metrics", draining=True).is_success
+
+    def test_what_is_open_goes_on(self, tokenizer):
+        puppet = Puppet(tokenizer)
+
+        async def scenario():
+            app = make_app(puppet, ApiSettings(("m",)))
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://puppet") as client:
+                asked = asyncio.create_task(client.post(COMPLETIONS, json={"model": "m", "prompt": "x"}))
+                while not puppet.streams:
+                    await asyncio.sleep(0)
+                app.state.service.draining = True
+                puppet.say(**ANSWER)
+                return await asked
+
+        assert asyncio.run(scenario()).json()["choices"][0]["text"] == "hi"
+
+
+class TestNoEngineYet:
+    def test_another_one_is_on_its_way(self, tokenizer):
+        """`death` is None again: nobody is told that an engine died of None."""
+        puppet = Puppet(tokenizer)
+        puppet.alive = False
+        for path in ("/health", "/status"):
+            response = get(puppet, path)
+            refused(response, 503, "engine_starting")
+            assert response.json()["error"]["message"] == "the engine is being started"
+            assert response.headers["retry-after"]
+
+
+class TestOtherOrigins:
+    ASKING = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
+
+    def test_off_unless_told(self, tokenizer):
+        response = get(Puppet(tokenizer), "/health", headers={"Origin": "http://page"})
+        assert not any(name.startswith("access-control") for name in response.headers)
+        assert get(Puppet(tokenizer), CHAT, "OPTIONS", self.ASKING).status_code == 405
+
+    def test_those_that_were_told(self, tokenizer):
+        settings = {"allowed_origins": ("http://page",), "api_key": "key"}
+        response = get(Puppet(tokenizer), CHAT, "OPTIONS", self.ASKING, **settings)
+        assert response.headers["access-control-allow-origin"] == "http://page"
+        other = get(Puppet(tokenizer), CHAT, "OPTIONS", self.ASKING | {"Origin": "http://other"}, **settings)
+        assert "access-control-allow-origin" not in other.headers
+        refusal = get(Puppet(tokenizer), "/v1/models", headers={"Origin": "http://page"}, **settings)
+        assert refusal.status_code == 401
+        assert refusal.headers["access-control-allow-origin"] == "http://page"  # the page may read why

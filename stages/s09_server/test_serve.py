@@ -1,0 +1,313 @@
+"""A server from its start to its end: drained, killed, restarted. First in this process, then as users have it."""
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+import time
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from stages.s09_server import engine_watch, serve
+from stages.s09_server.answer_stream import EngineDied
+from stages.s09_server.async_llm import AsyncLLM
+from stages.s09_server.config import ServeConfig
+from stages.s09_server.engine_process import EngineSettings
+from stages.s09_server.listening import bind, url_of
+from stages.s09_server.serve import Server
+from stages.s09_server.server_process import ServerProcess
+from stages.s09_server.service import ApiSettings
+from stages.s09_server.signals import Signals
+
+LONG = {"model": "m", "prompt": "Once", "max_tokens": 150, "stream": True, "ignore_eos": True}
+LONG |= {"stream_options": {"include_usage": True}}
+
+
+def config(tiny, step_ms=2.0, **options):
+    engine = EngineSettings(str(tiny("llama")), {"kv_cache_mb": 4}, dry_run=True, dry_run_step_ms=step_ms)
+    return ServeConfig(engine, ApiSettings(("m",)), port=0, **options)
+
+
+class Running:
+    """A `Server` in this event loop, its exit code to come, and a client."""
+
+    def __init__(self, settings: ServeConfig) -> None:
+        self.settings = settings
+
+    async def __aenter__(self):
+        self.llm = await AsyncLLM.start(self.settings.engine, in_process=self.settings.in_process)
+        listener = bind("127.0.0.1", 0)
+        listener.listen()
+        self.signals = Signals()
+        self.server = Server(self.settings, self.llm, listener, self.signals)
+        self.code = asyncio.create_task(self.server.run())
+        self.client = httpx.AsyncClient(base_url=url_of(listener), timeout=20)
+        return self
+
+    async def __aexit__(self, *_):
+        self.code.cancel()
+        await asyncio.wait([self.code])
+        await self.client.aclose()
+
+    async def read(self, began: asyncio.Event) -> list[str]:
+        """All events of a long answer, as text."""
+        async with self.client.stream("POST", "/v1/completions", json=LONG) as response:
+            events = []
+            async for line in response.aiter_lines():
+                if line:
+                    events.append(line)
+                    began.set()
+            return events
+
+    async def begin(self) -> asyncio.Task[list[str]]:
+        """A long answer, which has begun."""
+        began = asyncio.Event()
+        reading = asyncio.create_task(self.read(began))
+        await began.wait()
+        return reading
+
+    async def llm_is_done(self) -> None:
+        """The engine has begun, and ended, all that it was asked for; the clients may not have read it."""
+        while not self.llm.stats.tokens or self.llm.num_open:
+            await asyncio.sleep(0.01)
+
+    def signal(self) -> None:
+        """As Ctrl-C does."""
+        self.signals.hear(signal.SIGINT, None)
+
+
+def run(settings, scenario):
+    """A coroutine with a running server; nothing takes longer than 30 s."""
+
+    async def main():
+        async with asyncio.timeout(30), Running(settings) as running:
+            await scenario(running)
+
+    asyncio.run(main())
+
+
+def test_open_answers_end_and_new_ones_are_refused(tiny):
+    async def scenario(it: Running):
+        reading = await it.begin()
+        it.signal()
+        while not it.server.service.draining:
+            await asyncio.sleep(0.01)
+        refused = await it.client.post("/v1/completions", json=LONG)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert int(refused.headers["retry-after"]) > 0
+        assert (await it.client.get("/health")).status_code == 503
+        events = await reading
+        assert '"finish_reason":"length"' in events[-3]
+        assert '"completion_tokens":150' in events[-2]
+        assert events[-1] == "data: [DONE]"
+        assert await it.code == 0
+
+    run(config(tiny, in_process=True), scenario)
+
+
+def test_what_is_open_for_too_long_ends_with_an_error(tiny):
+    async def scenario(it: Running):
+        reading = await it.begin()
+        it.signal()
+        assert '{"error":{"message":"the server is shutting down"' in (last := (await reading)[-1])
+        assert '"code":"shutting_down"' in last
+        assert await it.code == 0
+
+    run(config(tiny, step_ms=100.0, drain_seconds=0.1, in_process=True), scenario)
+
+
+def test_a_second_signal_ends_at_once(tiny):
+    async def scenario(it: Running):
+        reading = await it.begin()
+        it.signal()
+        await asyncio.sleep(0.1)
+        begun = time.monotonic()
+        it.signal()
+        assert await it.code == 130
+        assert time.monotonic() - begun < 2.0
+        assert "shutting down" in (await reading)[-1]
+
+    run(config(tiny, step_ms=100.0, in_process=True), scenario)
+
+
+def test_a_client_that_does_not_read_is_cut_off(tiny, caplog, monkeypatch):
+    monkeypatch.setattr(serve, "FLUSH_SECONDS", 0.2)
+
+    async def scenario(it: Running):
+        body = json.dumps({**LONG, "n": 64, "logprobs": 5}).encode()
+        _, writer = await asyncio.open_connection(*it.server.listener.getsockname(), limit=1000)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        await it.llm_is_done()
+        it.signal()
+        assert await it.code == 0
+        writer.close()
+
+    run(config(tiny, step_ms=0.0, drain_seconds=0.1, in_process=True), scenario)
+    assert [record.exc_info for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_without_an_engine_the_server_ends(tiny, capsys):
+    """A real engine process, and kill -9."""
+
+    async def scenario(it: Running):
+        reading = await it.begin()
+        it.llm.link.link.process.kill()
+        begun = time.monotonic()
+        assert '{"error":{"message":"the engine has died' in (await reading)[-1]
+        health = await it.client.get("/health")
+        assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_dead")
+        assert (await it.client.post("/v1/completions", json=LONG)).status_code == 503
+        assert await it.code == 1
+        assert time.monotonic() - begun < 5.0
+
+    run(config(tiny, step_ms=20.0), scenario)
+    assert "error: the engine died: the engine process ended with exit code" in capsys.readouterr().err
+
+
+def test_an_engine_that_never_lives_is_given_up(tiny, monkeypatch, capsys):
+    attempts = []
+
+    async def launch():
+        attempts.append(time.monotonic())
+        raise EngineDied("no memory")
+
+    monkeypatch.setattr(engine_watch, "BACKOFF_SECONDS", 0.01)
+
+    async def scenario(it: Running):
+        monkeypatch.setattr(it.llm, "launch", launch)
+        it.llm.died(EngineDied("struck down"))
+        assert await it.code == 1
+
+    run(config(tiny, in_process=True, on_engine_death="restart"), scenario)
+    waits = [later - earlier for earlier, later in zip(attempts, attempts[1:], strict=False)]
+    assert len(attempts) == engine_watch.MAX_RESTARTS
+    assert waits[-1] >= 0.16  # the fifth wait: 16 times the first
+    assert "the engine does not start: no memory; 5 engines in a row did not live" in capsys.readouterr().err
+
+
+def test_a_signal_while_the_engine_starts(tiny):
+    async def main():
+        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+        with bind("127.0.0.1", 0) as listener:
+            return await serve.serve(config(tiny, in_process=True), listener)
+
+    before = signal.getsignal(signal.SIGINT)
+    assert asyncio.run(main()) == 0
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port} of 127.0.0.1 is in use by another program; .* --port"):
+            bind("127.0.0.1", port)
+
+
+def test_hosts_that_are_none():
+    with pytest.raises(ValueError, match="host 'no such host' is not known"):
+        bind("no such host", 0)
+    with pytest.raises(ValueError, match="192.0.2.1 is not an address of this machine"):
+        bind("192.0.2.1", 0)
+
+
+def test_addresses_for_a_client_of_this_machine():
+    with bind("0.0.0.0", 0) as listener:
+        assert url_of(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+# ---- as users have it ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """`stepinfer serve`, in processes of its own, told what to do by a file and by its command line."""
+    file = tmp_path_factory.mktemp("config") / "serve.yaml"
+    file.write_text("served-model-name: [story, m]\nmax_model_len: 4096\nmax-num-seqs: 3\ndry_run_step_ms: 5\n")
+    with ServerProcess(
+        "demo", "--dry-run", "--config", file, "--max-num-seqs", "2", "--on-engine-death", "restart"
+    ) as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as it:
+        yield it
+
+
+def test_it_says_where_it_is(server):
+    assert server.lines[0] == f"story is served at {server.url}"
+    assert "Traceback" not in server.output
+
+
+def test_the_file_and_the_command_line(client):
+    assert [model.id for model in client.models.list()] == ["story", "m"]
+    assert client.models.retrieve("m").max_model_len == 4096
+
+
+def test_openai_client(client):
+    messages = [{"role": "user", "content": "Hello"}]
+    told = client.chat.completions.create(model="story", messages=messages).choices[0]
+    assert told.message.content.startswith("This is a dry run: ")
+    assert told.finish_reason == "stop"
+    stream = client.chat.completions.create(model="story", messages=messages, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert text == told.message.content
+
+
+def test_chat_at_a_server(server):
+    from typer.testing import CliRunner
+
+    from stages.cli import app
+
+    result = CliRunner().invoke(app, ["chat", "--url", server.url, "--max-tokens", "5"], input="Hello\n\nAgain\n")
+    assert (result.exit_code, result.stdout) == (0, "This is a dry run\nThis is a dry run\n")
+    assert result.stderr.count("--max-tokens") == 2  # both were cut
+    result = CliRunner().invoke(app, ["chat", "other", "--url", f"{server.url}/v1"], input="Hello\n")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "error: 404: the model 'other' is not served here" in result.stderr
+
+
+def children(server, module):
+    return [p for p in psutil.Process(server.process.pid).children(True) if module in " ".join(p.cmdline())]
+
+
+def test_a_killed_engine_comes_back(server, client):
+    [engine] = children(server, "engine_process")
+    stream = client.completions.create(
+        model="m", prompt="Once", max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    engine.kill()
+    with pytest.raises(openai.APIError, match="the engine has died"):
+        list(stream)
+    with pytest.raises(openai.InternalServerError) as refused:
+        client.completions.create(model="m", prompt="Once")
+    assert refused.value.status_code == 503
+    server.wait_for("the engine is back")
+    assert client.completions.create(model="m", prompt="Once", max_tokens=3).usage.completion_tokens == 3
+    assert len(children(server, "engine_process")) == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM that a program could hear")
+def test_sigterm_lets_answers_end(server, client):
+    """The last of this file: the server is gone after it."""
+    processes = [psutil.Process(server.process.pid), *children(server, "")]
+    stream = client.completions.create(
+        model="m", prompt="Once", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_for(r"open answers \(1\)")
+    with pytest.raises(openai.InternalServerError) as refused:
+        client.completions.create(model="m", prompt="Once")
+    assert refused.value.response.headers["retry-after"]
+    assert list(stream)[-1].choices[0].finish_reason == "length"
+    assert server.process.wait(20) == 0
+    assert not psutil.wait_procs(processes, timeout=5)[1]
+    assert "Traceback" not in server.output
