@@ -205,7 +205,8 @@ class ServerFuzz:
             stop = ["".join(rng.choices(PIECES, k=rng.randint(1, 3))) for _ in range(rng.choice((0, 0, 1, 3)))]
             scored = 0 if limit == 0 or rng.random() < 0.1 else None
             prompts.append(rng.choices(range(VOCAB), k=length))
-            params.append(SamplingParams(max_tokens=limit, n=rng.choice((1, 1, 3)), stop=stop, prompt_logprobs=scored))
+            n, seed = rng.choice((1, 1, 3)), rng.getrandbits(63)  # a world is its seed's alone
+            params.append(SamplingParams(max_tokens=limit, n=n, seed=seed, stop=stop, prompt_logprobs=scored))
         requests = self.llm.requests.build(prompts, params)
         expected = [self.expect(request, index) for request in requests for index in range(request.params.n)]
         stream = self.llm.open(requests)

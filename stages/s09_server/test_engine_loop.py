@@ -249,9 +249,9 @@ def test_a_row_without_a_token_ends_alone():
 
 def test_fuzz():
     """Both sides of the server through random worlds; a million steps by `python -m stages.s09_server.fuzz_server`."""
-    done = ServerFuzz(seed=9).run(3_000)
-    happened = "world answer abort stop length".split()  # the rest is rarer, and what it meets differs from run to run
+    done = ServerFuzz(seed=3).run(3_000)
+    happened = "world answer abort stop length error".split()
     happened += ["failed step", "answer that failed", "engine that gave up", "stop string"]
     happened += [f"{kind} engine" for kind in ("plain", "ahead", "steady", "guessing")]
     for kind in happened:
-        assert done[kind] > 0, kind
+        assert done[kind] > 2, kind
