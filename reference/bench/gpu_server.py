@@ -9,14 +9,9 @@ several rates. Answers have full length, and their tokens are counted. Result: `
 import argparse
 import asyncio
 import math
-import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -33,9 +28,9 @@ from stages.s09_server.load import Run, arrivals, drive, run_on_loop, warm_up
 from stages.s09_server.load_prompts import Lengths, Question, bodies, random_questions
 from stages.s09_server.load_report import Report, summarise
 from stages.s09_server.load_target import Target
+from stages.s09_server.server_process import ServerProcess
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-STARTED = re.compile(r"is served at (http://\S+)")
 
 
 def main(argv: list[str]) -> None:
@@ -57,7 +52,8 @@ def main(argv: list[str]) -> None:
             Measurement.single(f"{count} streams, engine process alone", rate, "tok/s") for count, rate in alone.items()
         ]
         result.save(options.out)
-        with server(folder, options) as target:
+        with server(folder, options) as started:
+            target = Target(started.url)
             for count in options.streams:
                 result.measurements += closed(target, options, count, alone[count])
                 result.save(options.out)
@@ -132,29 +128,17 @@ async def answer(llm: AsyncLLM, asked: list[Question], params: SamplingParams, s
     return sum(counts)
 
 
-@contextmanager
-def server(folder: Path, options: argparse.Namespace) -> Iterator[Target]:
-    """`stepinfer serve` in processes of its own, from ready to ended."""
+def server(folder: Path, options: argparse.Namespace) -> ServerProcess:
+    """`stepinfer serve` in processes of its own, ready."""
     given = engine_options(options)
     memory = given.get("memory_share")
     flags = ["--gpu-memory-utilization", memory] if memory else ["--kv-cache-mb", given["kv_cache_mb"]]
     for name in ("device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
         flags += [f"--{name.replace('_', '-')}", given[name]]
-    flags += ["--port", 0, "--served-model-name", "model", "--max-waiting", 100_000]
-    command = [sys.executable, "-m", "stages.cli", "serve", str(folder), *map(str, flags)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                if found := STARTED.search(line):
-                    yield Target(found[1])
-                    return
-            raise RuntimeError("the server ended before it was ready")
-        finally:
-            process.terminate()
+    return ServerProcess(folder, *flags, "--served-model-name", "model", "--max-waiting", 100_000)
 
 
-def load(target: Target, options: argparse.Namespace, count: int, rate: float, most: int | None) -> tuple[Report, Run]:
+def load(target: Target, options: argparse.Namespace, count: int, rate: float, most: int | None) -> Report:
     """One load; every answer must have come, whole."""
     fields = {"model": "model", "temperature": 0.0, "stream": True, "ignore_eos": True}
     fields["stream_options"] = {"include_usage": True}
@@ -164,18 +148,17 @@ def load(target: Target, options: argparse.Namespace, count: int, rate: float, m
         await warm_up(target, sent[:1])
         return await drive(target, sent, arrivals(count, rate, Random(0)), most)
 
-    run = run_on_loop(measure())
-    report = summarise(run, {})
+    report = summarise(run_on_loop(measure()), {})
     if report.failed or report.output_tokens != count * options.output_len:
         raise RuntimeError(
             f"{report.failed} of {count} requests failed ({report.errors}); {report.output_tokens} tokens"
         )
-    return report, run
+    return report
 
 
 def closed(target: Target, options: argparse.Namespace, streams: int, alone: float) -> list[Measurement]:
     """A fixed number of requests under way."""
-    report, _ = load(target, options, 2 * streams, math.inf, streams)
+    report = load(target, options, 2 * streams, math.inf, streams)
     rate = report.per_second(report.output_tokens)
     note = f"{rate / alone:.3f} of the engine's; {report.output_tokens / report.chunks:.2f} tokens in a chunk"
     return [
@@ -186,7 +169,7 @@ def closed(target: Target, options: argparse.Namespace, streams: int, alone: flo
 
 def opened(target: Target, options: argparse.Namespace, rate: float) -> list[Measurement]:
     """Arrivals at random."""
-    report, _ = load(target, options, round(rate * options.seconds), rate, None)
+    report = load(target, options, round(rate * options.seconds), rate, None)
     name = f"{rate:g} requests/s"
     output = Measurement.single(f"{name}, output", report.per_second(report.output_tokens), "tok/s")
     return [output, *latencies(name, report)]
