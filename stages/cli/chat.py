@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from typing import Annotated
 
 import typer
 
-from stages.cli.engines import engine_of, given, guessing, take_mine
+from stages.cli.engines import load_engine, take_mine
 from stages.cli.errors import plain_errors
 from stages.cli.generate import show_any_text
 from stages.cli.options import (
@@ -74,16 +72,17 @@ def chat(
 
             with RemoteModel(url, api_key, model, params) as remote:
                 raise typer.Exit(converse(remote, system))
-        started, engine = time.perf_counter(), engine_of(stage, dry_run)
-        llm = engine(
+        llm = load_engine(
             model or "demo",
+            stage,
+            dry_run,
             device=device,
             dtype=dtype.value,
             max_model_len=max_model_len,
-            progress=sys.stderr.isatty(),
-            **given(kv_cache_mb=kv_cache_mb),
-            **guessing(speculative, num_draft_tokens, acceptance, engine),
+            kv_cache_mb=kv_cache_mb,
+            speculative=speculative,
+            num_draft_tokens=num_draft_tokens,
+            acceptance=acceptance,
         )
-        typer.secho(f"{llm.folder.name} ready in {time.perf_counter() - started:.1f} s", dim=True, err=True)
         local = LocalModel(llm, params)
     raise typer.Exit(converse(local, system))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
+import time
 from typing import Any
 
 import typer
@@ -40,6 +42,34 @@ def engine_of(stage: int | None, dry_run: bool = False) -> Any:
     if dry_run:
         return importlib.import_module(f"stages.{engines[number]}.dry_run").DryLLM
     return importlib.import_module(f"stages.{engines[number]}.llm").LLM
+
+
+def load_engine(
+    model: str,
+    stage: int | None,
+    dry_run: bool,
+    *,
+    device: str,
+    dtype: str,
+    max_model_len: int | None,
+    kv_cache_mb: float | None,
+    speculative: str | None,
+    num_draft_tokens: int | None,
+    acceptance: Acceptance | None,
+) -> Any:
+    """An `LLM` of a stage, made as the command line says; tells how long that took."""
+    started, engine = time.perf_counter(), engine_of(stage, dry_run)
+    llm = engine(
+        model,
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        progress=sys.stderr.isatty(),
+        **given(kv_cache_mb=kv_cache_mb),
+        **guessing(speculative, num_draft_tokens, acceptance, engine),
+    )
+    typer.secho(f"{llm.folder.name} ready in {time.perf_counter() - started:.1f} s", dim=True, err=True)
+    return llm
 
 
 def given(**options: Any) -> dict[str, Any]:

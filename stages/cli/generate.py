@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from stages.cli.engines import engine_of, given, guessing, take_mine
+from stages.cli.engines import load_engine, take_mine
 from stages.cli.errors import plain_errors
 from stages.cli.options import (
     AcceptanceRule,
@@ -54,7 +54,6 @@ def generate(
     acceptance: AcceptanceRule = None,
 ) -> None:
     """Answer prompts, streaming the text as it comes."""
-    started = time.perf_counter()
     show_any_text()
     with plain_errors():
         take_mine(mine)
@@ -63,18 +62,19 @@ def generate(
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop or ()
         )
-        engine = engine_of(stage, dry_run)
-        llm = engine(
+        llm = load_engine(
             model,
+            stage,
+            dry_run,
             device=device,
             dtype=dtype.value,
             max_model_len=max_model_len,
-            progress=sys.stderr.isatty(),
-            **given(kv_cache_mb=kv_cache_mb),
-            **guessing(speculative, num_draft_tokens, acceptance, engine),
+            kv_cache_mb=kv_cache_mb,
+            speculative=speculative,
+            num_draft_tokens=num_draft_tokens,
+            acceptance=acceptance,
         )
         as_chat = not raw and llm.tokenizer is not None and llm.tokenizer.has_chat_template
-        typer.secho(f"{llm.folder.name} ready in {time.perf_counter() - started:.1f} s", dim=True, err=True)
         for prompt in prompts:
             ids = llm.chat_ids([{"role": "user", "content": prompt}]) if as_chat else prompt
             begun, tokens = time.perf_counter(), 0
