@@ -20,7 +20,7 @@ from stages.s01_forward.ops import TORCH_OPS, Ops
 from stages.s01_forward.outputs import RequestOutput, TokenEvent
 from stages.s01_forward.progress import show_progress
 from stages.s01_forward.sampling_params import SamplingParams, check_int
-from stages.s01_forward.tokenizer import Message, Tokenizer
+from stages.s01_forward.tokenizer import Message, tokenizer_of
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -48,7 +48,7 @@ class BaseLLM(ABC):
         if max_model_len is not None:
             check_int("max_model_len", max_model_len, 1, self.config.max_len)
         self.max_model_len, self.length_given = max_model_len or self.config.max_len, max_model_len is not None
-        self.tokenizer = Tokenizer(self.folder) if (self.folder / "tokenizer.json").exists() else None
+        self.tokenizer = tokenizer_of(self.folder)
         eos = self.config.eos_token_ids | (self.tokenizer.eos_token_ids if self.tokenizer else frozenset())
         eos = frozenset(token_id for token_id in eos if 0 <= token_id < self.config.vocab_size)  # -1 stands for none
         self.requests = RequestBuilder(self.config.vocab_size, self.max_model_len, eos, self.tokenizer)

@@ -94,6 +94,11 @@ class Tokenizer:
         return "ByteLevel" in json.dumps(json.loads(self._hf.backend_tokenizer.to_str()).get("decoder"))
 
 
+def tokenizer_of(folder: Path) -> Tokenizer | None:
+    """A model folder's tokenizer, if it has one: without, a model speaks token ids."""
+    return Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
+
+
 def whole(text: str) -> str:
     """The text itself; half a character (a lone surrogate, as broken decoding leaves it) is refused."""
     if half := re.search("[\ud800-\udfff]", text):

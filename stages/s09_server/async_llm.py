@@ -13,7 +13,7 @@ from msgspec import structs
 
 from stages.s01_forward.inputs import Prompt, PromptRequest, RequestBuilder
 from stages.s01_forward.sampling_params import SamplingParams
-from stages.s01_forward.tokenizer import Tokenizer
+from stages.s01_forward.tokenizer import Tokenizer, tokenizer_of
 from stages.s09_server.answer_stream import CLOSING, STARTING, AnswerStream, EngineDied
 from stages.s09_server.answers import Answers, add_message
 from stages.s09_server.engine_process import EngineSettings
@@ -93,9 +93,7 @@ class AsyncLLM:
     async def prepare(self) -> None:
         """What requests are made with."""
         if not hasattr(self, "tokenizer"):
-            folder = Path(self.info.folder)
-            has_text = (folder / "tokenizer.json").exists()
-            self.tokenizer = await asyncio.to_thread(Tokenizer, folder) if has_text else None
+            self.tokenizer = await asyncio.to_thread(tokenizer_of, Path(self.info.folder))
         eos, length = frozenset(self.info.eos_token_ids), self.info.max_model_len
         self.requests = RequestBuilder(self.info.vocab_size, length, eos, self.tokenizer)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import zmq
 
-from stages.s01_forward.tokenizer import Tokenizer
+from stages.s01_forward.tokenizer import Tokenizer, tokenizer_of
 from stages.s09_server.answers import Answers, generations_of
 from stages.s09_server.link import ChildLink, ParentLink
 from stages.s09_server.messages import (
@@ -60,9 +60,8 @@ class TextRelay:
                 self.to_engine(encode(Abort(surplus)))
             frame = encode(Texts(events, message.stats))
         elif isinstance(message, Ready):
-            folder = Path(message.info.folder)
             self.info = message.info
-            self.tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
+            self.tokenizer = tokenizer_of(Path(message.info.folder))
         self.to_api(frame)
 
 
