@@ -116,7 +116,7 @@ class Service:
         info, answers = self.llm.info, len(prompts) * params.n
         most = info.max_num_seqs + self.settings.max_waiting
         if answers > most:  # `open` would refuse it, after all the work
-            raise bad_request(None, f"the request asks for {answers} answers at once; the server takes {most} at most")
+            raise too_many(answers, most)
         held = min(self.llm.requests.max_model_len, info.num_blocks * info.block_size)
         builder = replace(self.llm.requests, max_model_len=held)
         sizes = [len(prompt) if isinstance(prompt, str) else 0 for prompt in prompts]
@@ -140,12 +140,17 @@ class Service:
         answers = sum(len(request.generations) for request in requests)
         most = self.llm.info.max_num_seqs + self.settings.max_waiting
         if answers > most:
-            raise bad_request(None, f"the request asks for {answers} answers at once; the server takes {most} at most")
+            raise too_many(answers, most)
         if self.llm.num_open + answers > most:
             message = f"{self.llm.num_open} answers are under way, and the server takes {most} at most; try again later"
             raise ApiError(429, message, code="queue_full", retry=True)
         stream = self.llm.open(requests, grammar=grammar)
         return Exchange(stream, requests, self.metrics, arrival, self.settings.request_timeout, self.llm)
+
+
+def too_many(answers: int, most: int) -> ApiError:
+    """400: however long the client waits, this request will not fit."""
+    return bad_request(None, f"the request asks for {answers} answers at once; the server takes {most} at most")
 
 
 def template_turns(messages: Sequence[ChatMessage]) -> list[Message]:
