@@ -77,7 +77,7 @@ class StateRunner(LateRunner):
         store, host_store = (KVStore(CONFIG, blocks, block_size, **where) for blocks in (num_blocks, num_host_blocks))
         self.state = DeviceState(seqs, num_blocks - 1, VOCAB, torch.device("cpu"))
         shape = AttentionShape(1, 1, 2, block_size, 4)
-        model: Any = SimpleNamespace(config=CONFIG)
+        model: Any = SimpleNamespace(config=CONFIG, parameters=list)
         step = CheckedStep(model, PagedOps(), StepOps(), store, shape, self.state, answer=self.answer)
         budget, longest = fuzz.scheduler.max_num_batched_tokens, (num_blocks - 1) * block_size
         self.real = GraphRunner(step, host_store, None, budget)

@@ -14,12 +14,15 @@ from stages.s03_paged_kv.attention_plan import KernelPlan
 from stages.s04_continuous_batching.plan import Plan
 from stages.s07_cuda_graph.padded_plan import mixed_size, padded_plan, serves_chunks
 from stages.s07_cuda_graph.step import Step, StepOutputs
-from stages.s07_cuda_graph.step_inputs import StepInputs, StepSize
+from stages.s07_cuda_graph.step_inputs import NO_ROW, StepInputs, StepSize
 
 log = logging.getLogger(__name__)
-MIXED_TOKENS = (32, 64, 128, 256, 512, 1024)  # of a step with chunks; and the budget, since many steps fill it
+MIXED_TOKENS = (32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144)  # of a step with chunks; and the budget
 MIXED_ROWS = (4, 16, 64, 256, 1024)
-FULL = 15 / 16  # of the budget: a step with fewer tokens, but more than 1,024, would pay for too many padded ones
+MANY_TOKENS, MANY_ROWS = 1024, 64  # beyond so many tokens, fewer rows than these take no less time
+LAUNCH_SECONDS = 1.1e-3  # of the host, for the operations of one layer, one by one; as measured
+FLOPS = 6e14  # a second, of large products on an H200
+SLACK = 16 / 15  # how much longer a step may become before launching it one by one is better
 GRAPH_BYTES = 5 * 2**20  # of the driver for one recorded graph, as measured, beside the tensors' pool
 
 
@@ -30,18 +33,21 @@ def decode_buckets(max_num_seqs: int) -> list[int]:
 
 
 def mixed_buckets(max_num_seqs: int, max_num_tokens: int) -> tuple[list[int], list[int]]:
-    """Tokens and rows, each rounded up on its own; the largest number of rows is one more than can run: a padding row.
-
-    Beyond a thousand tokens there is only the budget.
-    """
+    """Tokens and rows, each rounded up on its own; the most rows are one more than can run: a row for padding."""
     tokens = [*(tokens for tokens in MIXED_TOKENS if tokens < max_num_tokens), max_num_tokens]
     return tokens, [rows for rows in MIXED_ROWS if rows <= max_num_seqs] + [max_num_seqs + 1]
+
+
+def rows_beside(tokens: int, buckets: list[int]) -> list[int]:
+    """The numbers of rows that a mixed step of so many tokens may be padded to."""
+    return buckets if tokens <= MANY_TOKENS else [rows for rows in buckets if rows >= MANY_ROWS] or buckets[-1:]
 
 
 def graphs_bytes(max_num_seqs: int, max_num_tokens: int) -> int:
     """Device memory of all graphs but for their tensors."""
     tokens, rows = mixed_buckets(max_num_seqs, max_num_tokens)
-    return GRAPH_BYTES * (len(decode_buckets(max_num_seqs)) + len(tokens) * len(rows))
+    mixed = sum(len(rows_beside(each, rows)) for each in tokens)
+    return GRAPH_BYTES * (len(decode_buckets(max_num_seqs)) + mixed)
 
 
 def decode_size(rows: int, queries: int) -> StepSize:
@@ -69,6 +75,8 @@ class Graphs:
         self.step, self.longest = step, longest
         self.decode_rows = decode_buckets(max_num_seqs)
         self.mixed_tokens, self.mixed_rows = mixed_buckets(max_num_seqs, max_num_tokens)
+        self.launch_seconds = LAUNCH_SECONDS * step.model.config.num_layers  # of a step without a graph, at least
+        self.token_seconds = 2 * sum(weight.numel() for weight in step.model.parameters()) / FLOPS  # of each token
         self.chunks = serves_chunks(step.shape, step.state.flat.device)
         self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self.captured: dict[StepSize, Captured] = {}
@@ -87,10 +95,11 @@ class Graphs:
         if queries:
             return decode_size(self.decode_rows[bisect_left(self.decode_rows, rows)], queries)
         padded = self.mixed_tokens[bisect_left(self.mixed_tokens, tokens)]
-        if padded > MIXED_TOKENS[-1] and tokens < FULL * padded:
-            self.eager[f"between {MIXED_TOKENS[-1]} tokens and a full step of {padded}"] += 1
+        if padded * self.token_seconds > max(self.launch_seconds, SLACK * tokens * self.token_seconds):
+            self.eager[f"{padded} tokens would take longer than launching fewer one by one"] += 1
             return None
-        room = self.mixed_rows[bisect_left(self.mixed_rows, rows + 1)]
+        buckets = rows_beside(padded, self.mixed_rows)
+        room = buckets[bisect_left(buckets, rows + 1)]
         return mixed_size(padded, room, self.step.shape, self.longest, self.chunks)
 
     def get(self, size: StepSize) -> Captured | None:
@@ -113,7 +122,8 @@ class Graphs:
         """Every size, the largest first: the smaller ones then find room in the memory that it took."""
         sizes = [decode_size(rows, queries=1) for rows in self.decode_rows]
         for tokens in self.mixed_tokens:
-            rows = [rows for rows in self.mixed_rows if rows <= tokens or rows == self.mixed_rows[0]]
+            beside = rows_beside(tokens, self.mixed_rows)
+            rows = [rows for rows in beside if rows <= tokens or rows == beside[0]]
             sizes += [mixed_size(tokens, each, self.step.shape, self.longest, self.chunks) for each in rows]
         for size in sorted(sizes, key=lambda size: (-size.tokens, -size.rows)):
             self.get(size)
@@ -123,11 +133,11 @@ class Graphs:
         state = self.step.state
         inputs = StepInputs(size, state.blocks_per_slot, state.flat.device)
         inputs.packed.zero_()
+        inputs.short_map[0] = inputs.long_map[0] = NO_ROW
         if size.decode:
             torch.arange(size.rows + 1, out=inputs.cu_q)
         else:
             inputs.cu_q[1:] = size.tokens
-            inputs.short_map[0] = inputs.long_map[0] = -1
         plan = padded_plan(inputs, self.step.shape, self.longest)
         self.run(inputs, plan)
         graph = torch.cuda.CUDAGraph()

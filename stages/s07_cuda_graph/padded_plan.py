@@ -48,10 +48,14 @@ def mixed_size(tokens: int, rows: int, shape: AttentionShape, longest: int, chun
 
 
 def padded_plan(inputs: StepInputs, shape: AttentionShape, longest: int) -> KernelPlan:
-    """One launch for rows with one token, or few; in a mixed step a second for the others. `longest`: max_model_len."""
+    """One launch for rows with one token, or few; in a mixed step a second for the others. `longest`: max_model_len.
+
+    Where a decode step has no more programs than processors, all start at once, in whatever order: it needs no map.
+    """
     size, queries = inputs.size, max(inputs.size.queries, 1)
     short = pick_tiles(shape, size.rows, queries * shape.group, longest)
-    tile_map = None if size.queries else inputs.short_map
+    all_at_once = size.queries and size.rows * shape.num_kv_heads <= PROCESSORS
+    tile_map = None if all_at_once else inputs.short_map
     launches = [launch(short, size.rows, queries, tile_map, shape, longest)]
     if size.chunks:
         chunks = Launch(CHUNK_TILES, size.long_tiles, size.queries_per_tile, inputs.long_map, longest, 1)

@@ -9,6 +9,7 @@ import torch
 
 from stages.s04_continuous_batching.plan import Plan
 from stages.s07_cuda_graph.device_state import DUMMY_SLOT, DeviceState
+from stages.s07_cuda_graph.steady import GroupPlan
 
 ON_DEVICE = -1  # in place of a token id: the newest token of the row, which only the device may know yet
 NO_ROW = -1  # an empty tile of the attention kernel
@@ -47,7 +48,7 @@ class StepInputs:
 
     def __init__(self, size: StepSize, blocks_per_row: int, device: torch.device) -> None:
         self.size, T, R = size, size.tokens, size.rows
-        parts = (R, R + 1, size.samples, T, 0 if size.queries else 2 * R, 2 * size.long_tiles)
+        parts = (R, R + 1, size.samples, T, 2 * R, 2 * size.long_tiles)
         self.packed = torch.empty(sum(parts), dtype=torch.int32, device=device)
         views = self.packed.split(parts)
         self.slots, self.cu_q, self.sample_slots = views[0], views[1], views[2]  # [R], [R + 1], [N]
@@ -68,7 +69,8 @@ def pack(plan: Plan, slots: list[int], size: StepSize) -> np.ndarray:
     padded = np.full(R, DUMMY_SLOT, np.int32)
     padded[: len(rows)] = slots
     if size.decode:
-        return np.concatenate((padded, np.arange(R + 1, dtype=np.int32), padded, np.full(T, ON_DEVICE, np.int32)))
+        cu_q, ids = np.arange(R + 1, dtype=np.int32), np.full(T, ON_DEVICE, np.int32)
+        return np.concatenate((padded, cu_q, padded, ids, decode_tiles(plan, R).ravel()))
     cu_q = np.full(R + 1, T, np.int32)
     cu_q[: len(rows) + 1] = np.cumsum([0, *(row.span.num_new for row in rows)])
     ids, sampling = np.zeros(T, np.int32), np.full(size.samples, DUMMY_SLOT, np.int32)
@@ -78,28 +80,39 @@ def pack(plan: Plan, slots: list[int], size: StepSize) -> np.ndarray:
         ids[start:end] = ON_DEVICE if single else row.token_ids
         if row.samples:
             sampling[slice(start, end) if size.queries else number] = slot
-    if size.queries:
-        return np.concatenate((padded, cu_q, sampling, ids))
     short, long = tile_maps(plan, size)
     return np.concatenate((padded, cu_q, sampling, ids, short.ravel(), long.ravel()))
 
 
 def tile_maps(plan: Plan, size: StepSize) -> tuple[np.ndarray, np.ndarray]:
-    """For the attention kernel: [2, R] of rows with one token, [2, long_tiles] of the others, most keys first."""
-    short, long = np.zeros((2, size.rows), np.int32), np.zeros((2, size.long_tiles), np.int32)
-    short[0], long[0] = NO_ROW, NO_ROW
-    if size.long_tiles:
-        singles = [number for number, row in enumerate(plan.rows) if row.span.num_new == 1]
-        short[0, : len(singles)] = singles
-        tiles = [
-            (-row.span.start - first, number, first)
-            for number, row in enumerate(plan.rows)
-            if row.span.num_new > 1
-            for first in range(0, row.span.num_new, size.queries_per_tile)
-        ]
-        for place, (_, number, first) in enumerate(sorted(tiles)):
-            long[:, place] = number, first
+    """For the attention kernel: [2, R] of rows that are one tile, [2, long_tiles] of the others, most keys first."""
+    most = size.queries or 1  # tokens of a row that is one tile
+    short = longest_first({n: row.span.end for n, row in enumerate(plan.rows) if row.span.num_new <= most}, size.rows)
+    long = np.zeros((2, size.long_tiles), np.int32)
+    long[0] = NO_ROW
+    tiles = [
+        (-row.span.start - first, number, first)
+        for number, row in enumerate(plan.rows)
+        if row.span.num_new > most
+        for first in range(0, row.span.num_new, size.queries_per_tile)
+    ]
+    for place, (_, number, first) in enumerate(sorted(tiles) if size.long_tiles else ()):
+        long[:, place] = number, first
     return short, long
+
+
+def decode_tiles(plan: Plan, num_rows: int) -> np.ndarray:
+    """The same, [2, R], where each row is one token. Of a group, no row need be made for it."""
+    lengths = plan.lengths if isinstance(plan, GroupPlan) else [row.span.end for row in plan.rows]
+    return longest_first(dict(enumerate(lengths)), num_rows)
+
+
+def longest_first(lengths: dict[int, int], num_rows: int) -> np.ndarray:
+    """Tiles [2, num_rows] of rows with so many keys each: the last programs to start are then the shortest ones."""
+    tiles = np.zeros((2, num_rows), np.int32)
+    tiles[0] = NO_ROW
+    tiles[0, : len(lengths)] = sorted(lengths, key=lambda row: -lengths[row])
+    return tiles
 
 
 def fill(inputs: StepInputs, state: DeviceState, block_size: int) -> None:

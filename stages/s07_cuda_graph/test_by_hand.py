@@ -20,6 +20,7 @@ from stages.s07_cuda_graph.ahead_scheduler import PENDING, AheadScheduler
 from stages.s07_cuda_graph.device_state import DeviceState
 from stages.s07_cuda_graph.overlap_engine import OverlapEngine
 from stages.s07_cuda_graph.slots import Slots
+from stages.s07_cuda_graph.steady import GroupPlan
 from stages.s07_cuda_graph.step_inputs import NO_ROW, ON_DEVICE, StepInputs, StepSize, fill, pack
 
 CPU = torch.device("cpu")
@@ -132,6 +133,21 @@ class TestPack:
         assert inputs.cu_q.tolist() == [0, 1, 2, 3, 4]
         assert inputs.ids.tolist() == [ON_DEVICE] * 4
 
+    @pytest.mark.parametrize("grouped", [False, True])
+    def test_the_longest_row_is_the_first_tile(self, grouped):
+        """The order of the rows stays. A row of padding is no tile."""
+        rows = []
+        for number, length in ((1, 3), (2, 9), (3, 5)):
+            request = ask(number, range(length))
+            request.sequence.token_ids.append(PENDING)
+            rows.append(row(request, length, length + 1))
+        plan: Plan = Plan(tuple(rows))
+        if grouped:
+            plan = GroupPlan(rows, group=None, lengths=[4, 10, 6], begin=[], full=[], end=())
+        inputs = unpacked(plan, [2, 1, 3], StepSize(4, 4, queries=1))
+        assert inputs.slots.tolist() == [2, 1, 3, 0]
+        assert inputs.short_map.tolist() == [[1, 2, 0, NO_ROW], [0, 0, 0, 0]]
+
     def test_a_mixed_step(self):
         """A decode, a chunk in the middle, a whole prompt, and a chunk of one token; room for three tokens more."""
         a, b, c, d = ask(1, [5, 6]), ask(2, range(10, 20)), ask(3, [7, 8, 9]), ask(4, [21, 22, 23, 24])
@@ -142,7 +158,7 @@ class TestPack:
         assert inputs.sample_slots.tolist() == [4, 0, 3, 0, 0, 0]
         assert inputs.cu_q.tolist() == [0, 1, 3, 6, 7, 10, 10]
         assert inputs.ids.tolist()[:7] == [ON_DEVICE, 14, 15, 7, 8, 9, 23]
-        assert inputs.short_map[0].tolist() == [NO_ROW] * 6
+        assert inputs.short_map[0].tolist() == [0, 3, *[NO_ROW] * 4]
 
     def test_tiles_of_attention(self):
         """Rows of one token in one map; the others' tiles of two queries in the other, most keys first."""

@@ -11,7 +11,7 @@ from stages.s01_forward.sampling_params import SamplingParams
 from stages.s04_continuous_batching.plan import Plan
 from stages.s06_prefix_cache.llm import LLM as Eager
 from stages.s07_cuda_graph.fake_graphs import FakeGraphs
-from stages.s07_cuda_graph.graphs import MIXED_TOKENS, decode_buckets
+from stages.s07_cuda_graph.graphs import MIXED_TOKENS, decode_buckets, rows_beside
 from stages.s07_cuda_graph.llm import LLM
 from stages.s07_cuda_graph.step_inputs import StepSize
 from tests.fixtures import each_family
@@ -64,21 +64,29 @@ class TestSizes:
             assert size.tokens == min(each for each in MIXED_TOKENS if each >= sum(counts))
             assert not size.decode
 
-    def test_a_step_that_no_graph_holds_is_counted_with_its_reason(self, tiny):
+    def test_a_step_is_padded_only_while_that_is_faster_than_launching_it_one_by_one(self, tiny):
+        """A model whose token takes as long as a thousandth of a step's launches: up to 1,000 tokens cost nothing."""
         graphs = engine(tiny("qwen2"), max_num_seqs=4, max_num_batched_tokens=2048).engine.runner.graphs
-        assert graphs.size_of(plan_of(1000, 24), queries=0) is not None
-        assert graphs.size_of(plan_of(1000, 25), queries=0) is None
-        assert graphs.size_of(plan_of(1000, 919), queries=0) is None
-        assert dict(graphs.eager) == {"between 1024 tokens and a full step of 2048": 2}
-
-    def test_a_full_step_has_a_graph(self, tiny):
-        """Whatever the budget: most steps of a long prompt fill it, or nearly."""
-        graphs = engine(tiny("qwen2"), max_num_seqs=4, max_num_batched_tokens=2048).engine.runner.graphs
+        assert {graphs.size_of(plan_of(1000, n), queries=0).tokens for n in (25, 500, 536)} == {1536}
+        graphs.token_seconds = graphs.launch_seconds / 1000
+        assert graphs.size_of(plan_of(500, 12), queries=0).tokens == 512
+        assert graphs.size_of(plan_of(500, 100), queries=0) is None
+        assert graphs.size_of(plan_of(1000, 400), queries=0) is None
+        assert dict(graphs.eager) == {
+            "1024 tokens would take longer than launching fewer one by one": 1,
+            "1536 tokens would take longer than launching fewer one by one": 1,
+        }
         assert {graphs.size_of(plan_of(1000, n), queries=0).tokens for n in (920, 1000, 1048)} == {2048}
-        assert engine(tiny("qwen2"), max_num_seqs=4, max_num_batched_tokens=48).engine.runner.graphs.mixed_tokens == [
-            32,
-            48,
-        ]
+
+    def test_the_budget_has_a_graph(self, tiny):
+        """Whatever it is: most steps of a long prompt fill it, or nearly."""
+        graphs = engine(tiny("qwen2"), max_num_seqs=4, max_num_batched_tokens=48).engine.runner.graphs
+        assert graphs.mixed_tokens == [32, 48]
+
+    def test_rows_are_few_kinds_where_tokens_are_many(self):
+        assert rows_beside(1024, [4, 16, 64, 257]) == [4, 16, 64, 257]
+        assert rows_beside(1536, [4, 16, 64, 257]) == [64, 257]
+        assert rows_beside(2048, [4, 9]) == [9]
 
     def test_a_step_that_cannot_be_recorded_is_launched(self, tiny, monkeypatch):
         """Tried once, told why, and every answer as before."""

@@ -26,7 +26,7 @@ PROCESSORS = 12  # of a GPU small enough to be interpreted: it wants 24 programs
 
 def plan_of(q_lens: Sequence[int], kv_lens: Sequence[int]) -> Any:
     """As much of a scheduler's plan as tile maps are made of."""
-    spans = [SimpleNamespace(start=kv - q, num_new=q) for q, kv in zip(q_lens, kv_lens, strict=True)]
+    spans = [SimpleNamespace(start=kv - q, end=kv, num_new=q) for q, kv in zip(q_lens, kv_lens, strict=True)]
     return SimpleNamespace(rows=[SimpleNamespace(span=span) for span in spans])
 
 
@@ -48,10 +48,10 @@ def attend(size: StepSize, longest: int, arguments: dict[str, Any]) -> tuple[tor
     inputs.seq_lens[:rows] = case.seq_lens
     inputs.cu_q.copy_(torch.arange(size.rows + 1) if size.decode else torch.tensor(size.tokens))
     inputs.cu_q[: rows + 1] = case.cu_q
-    if not size.decode:
-        short, long = tile_maps(plan_of(case.q_lens, case.kv_lens), size)
-        inputs.short_map.copy_(torch.from_numpy(short))
-        inputs.long_map.copy_(torch.from_numpy(long))
+    for place, tiles in zip(
+        (inputs.short_map, inputs.long_map), tile_maps(plan_of(case.q_lens, case.kv_lens), size), strict=True
+    ):
+        place.copy_(torch.from_numpy(tiles))
     with patch("stages.s07_cuda_graph.padded_plan.PROCESSORS", PROCESSORS):
         plan = padded_plan(inputs, case.shape, longest)
     out = paged_attention(
@@ -85,6 +85,7 @@ def check(out: torch.Tensor, **arguments: Any) -> None:
         (4, 2, 100, [1, 16, 100], 1),
         (4, 1, 1024, [400, 1, 129], 6),
         (12, 1, 2048, [390, 5, 257, 256], 2),  # a row longer than both splits together: each takes half
+        (14, 1, 256, [3, 200, 130, 256], 2),  # more programs than processors: by the map, the longest first
     ],
 )
 def test_decode(answer, bucket, kv_heads, longest, kv_lens, splits):

@@ -1,0 +1,70 @@
+"""`python -m stages.s07_cuda_graph.bench_order`: attention over rows of uneven length, as they stand or longest first.
+
+The rows are those of the workload `mixed` after so many decode steps, the splits those of a captured graph.
+"""
+
+import functools
+import sys
+from pathlib import Path
+
+import torch
+
+from reference.bench.gpu_shapes import SHAPES
+from reference.bench.harness import RESULTS, Measurement, Result
+from reference.bench.workloads import workloads
+from stages.s03_paged_kv import kernel
+from stages.s03_paged_kv.attention_plan import KernelPlan
+from stages.s03_paged_kv.kernel_workloads import Call, Workload, make_workload, time_calls
+from stages.s03_paged_kv.tile_sizes import AttentionShape, pick_tiles
+from stages.s07_cuda_graph.padded_plan import launch
+from stages.s07_cuda_graph.step_inputs import longest_first
+
+LONGEST = 4096
+STEPS = (0, 150, 500, 800)
+MODELS = ("qwen3-0.6b", "qwen2.5-1.5b", "qwen2.5-7b")
+
+
+def seconds(work: Workload, sort: bool) -> float:
+    """Of one layer's attention."""
+    rows, shape = len(work.kv_lens), work.shape
+    tiles = torch.from_numpy(longest_first(dict(enumerate(work.kv_lens)), rows)).cuda() if sort else None
+    one = launch(pick_tiles(shape, rows, shape.group, LONGEST), rows, 1, tiles, shape, LONGEST)
+    plan = KernelPlan(shape, rows, (one,))
+    where = work.block_table, work.seq_lens, work.cu_q
+    calls: list[Call] = [
+        functools.partial(kernel.paged_attention, q, cache[0], cache[1], *where, plan, shape.head_dim**-0.5)
+        for q, cache in zip(work.q, work.cache, strict=True)
+    ]
+    return time_calls(calls, 7).median
+
+
+def main() -> None:
+    """Measure, print, save."""
+    if not torch.cuda.is_available():
+        sys.exit("bench_order needs a CUDA GPU")
+    result = Result(
+        "s07_order",
+        "A grid's programs start in order as processors become free. With the longest rows first, those that are still "
+        "at work when nobody waits any more are short ones, and all processors end at about the same time.",
+    )
+    mixed = workloads()["mixed"]
+    for name in MODELS:
+        config = SHAPES[name]
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        shape = AttentionShape(heads, config["num_key_value_heads"], head_dim, 16, 2)
+        for step in STEPS:
+            pairs = zip(mixed.prompts, mixed.output_lens, strict=True)
+            lens = [len(prompt) + step + 1 for prompt, count in pairs if count > step]
+            work = make_workload(shape, [1] * len(lens), lens)
+            before, after = (seconds(work, sort) for sort in (False, True))
+            what = f"{name}, {len(lens)} rows of {min(lens)} to {max(lens)} keys"
+            for order, each in (("as they stand", before), ("longest first", after)):
+                note = f"{work.kv_bytes / each / 1e9:,.0f} GB/s"
+                result.measurements.append(Measurement.single(f"{what}, {order}", each * 1e6, "us", note=note))
+                print(f"{result.measurements[-1].name:60} {each * 1e6:7.1f} us  {note}", flush=True)
+    result.save(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)
+
+
+if __name__ == "__main__":
+    main()
