@@ -4,4 +4,4 @@ import pytest
 
 pytest.register_assert_rewrite("tests.contract")
 
-pytest_plugins = ["stages.workshop.plugin", "tests.fixtures"]
+pytest_plugins = ["stages.workshop.plugin", "tests.fixtures", "tests.parallel"]

@@ -49,7 +49,8 @@ learn (01 is the number of a stage, 01.2 of an exercise)
   progress              a map of what is done
 
 work on the course
-  test [PYTEST ARGS]    ruff, mypy and all tests; with arguments: pytest alone with these
+  test [PYTEST ARGS]    ruff, mypy and all tests; with arguments: pytest alone with these. All tests, or those of
+                        whole stages (test stages/01), run on up to four processors
   lint                  ruff and mypy
   site [--serve]        build the site, or show it in the browser while you write
   notebooks [01 ...]    run the notebooks from top to bottom
@@ -137,7 +138,8 @@ def run(command: str, rest: list[str]) -> int:
         faults = 0 if rest else lint()
         if faults:
             print("\nThe checks above this line found faults; the tests run all the same.", flush=True)
-        return call("-m", "pytest", *rest) or faults
+        whole = all(re.fullmatch(r"stages[\\/]\w+", argument) for argument in rest)
+        return (tests_in_parallel(*rest) if whole else call("-m", "pytest", *rest)) or faults
     if command == "site":
         if rest == ["--serve"]:
             return call("-m", "mkdocs", "serve")
@@ -157,11 +159,19 @@ def lint() -> int:
     )
 
 
-def call(*args: str) -> int:
-    """Run the environment's Python in the repository's root."""
+def tests_in_parallel(*stages: str) -> int:
+    """pytest in a process for each of up to four processors, with one thread each: the models in it are tiny."""
+    workers = min(4, os.cpu_count() or 1)
+    shared_out = ("-n", str(workers), "--dist", "loadfile") if workers > 1 else ()
+    return call("-m", "pytest", *stages, *shared_out, OMP_NUM_THREADS="1")
+
+
+def call(*args: str, **variables: str) -> int:
+    """Run the environment's Python in the repository's root, with these variables of the environment besides."""
     bin_folder = str(PYTHON.parent)
     path = os.pathsep.join([bin_folder, os.environ.get("PATH", "")])
     env = {**os.environ, "PYTHONUTF8": "1", "PATH": path, "VIRTUAL_ENV": str(VENV), "NO_MKDOCS_2_WARNING": "1"}
+    env |= variables
     env["STEPINFER_COMMAND"] = "python course.py"  # how to call `stepinfer`, where it tells what to try next
     try:
         process = subprocess.Popen([str(PYTHON), *args], cwd=ROOT, env=env)

@@ -1,5 +1,6 @@
 """Fixtures that every stage shares; the root `conftest.py` loads this module as a plugin."""
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -21,13 +22,17 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`tiny(name) -> folder` of a tiny random checkpoint, built at its first use and shared by the whole run."""
+    """`tiny(name) -> folder` of a tiny random checkpoint, built at its first use and shared by the whole run.
+
+    Many runs share theirs in the folder `STEPINFER_TINY`, if there is one.
+    """
     base = tmp_path_factory.getbasetemp()
     # Under pytest-xdist each worker has its own base folder below the one of the run: share the one of the run.
     shared = base.parent if base.name.startswith("popen-") else base
+    folder = Path(os.environ.get("STEPINFER_TINY") or shared / "tiny")
 
     def folder_of(name: str) -> Path:
-        return build_tiny(name, shared / "tiny" / name)
+        return build_tiny(name, folder / name)
 
     return folder_of
 

@@ -76,6 +76,7 @@ mutants = [{ why = "only doubles", replace = "double(double(x))", with = "double
 FILES = {
     "tests/__init__.py": "",
     "tests/fixtures.py": "",
+    "tests/parallel.py": "",
     "stages/s01_toy/__init__.py": '"""Toy."""\n',
     "stages/s01_toy/maths.py": MATHS,
     "stages/s01_toy/exercises.toml": MATHS_TOML,
