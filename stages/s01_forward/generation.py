@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from stages.s01_forward.constraint import Constraint
 from stages.s01_forward.outputs import CompletionOutput, FinishReason, SampledToken, TokenEvent, TokenLogprob
@@ -97,3 +97,29 @@ class Generation:
     def _event(self, token_id: int, text: str) -> TokenEvent:
         # `TokenEvent(...)` in half the time: this happens for every token.
         return tuple.__new__(TokenEvent, (self.request, self.index, token_id, text, self.finish_reason))
+
+
+def generations_for(
+    prompt_token_ids: list[int],
+    params: SamplingParams,
+    seeds: Iterable[int],
+    *,
+    token_limit: int,
+    eos_token_ids: Collection[int],
+    tokenizer: Tokenizer | None,
+    request: int,
+) -> list[Generation]:
+    """The answers to one prompt, one for each seed."""
+    return [
+        Generation(
+            prompt_token_ids,
+            params,
+            seed=seed,
+            token_limit=token_limit,
+            eos_token_ids=eos_token_ids,
+            tokenizer=tokenizer,
+            request=request,
+            index=index,
+        )
+        for index, seed in enumerate(seeds)
+    ]

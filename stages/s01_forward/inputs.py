@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from stages.s01_forward.generation import Generation
+from stages.s01_forward.generation import Generation, generations_for
 from stages.s01_forward.outputs import NOT_FINITE, RequestOutput, Timings, TokenLogprob
 from stages.s01_forward.sampler import prompt_logprobs
 from stages.s01_forward.sampling_params import SamplingParams, check_int
@@ -96,19 +96,15 @@ class RequestBuilder:
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop strings {list(params.stop)} need a tokenizer, and this model folder has none")
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        generations = [
-            Generation(
-                ids,
-                params,
-                seed=answer_seed(seed, index),
-                token_limit=room if params.max_tokens is None else min(room, params.max_tokens),
-                eos_token_ids=self.eos_token_ids,
-                tokenizer=self.tokenizer,
-                request=number,
-                index=index,
-            )
-            for index in range(params.n)
-        ]
+        generations = generations_for(
+            ids,
+            params,
+            [answer_seed(seed, index) for index in range(params.n)],
+            token_limit=room if params.max_tokens is None else min(room, params.max_tokens),
+            eos_token_ids=self.eos_token_ids,
+            tokenizer=self.tokenizer,
+            request=number,
+        )
         return PromptRequest(prompt if isinstance(prompt, str) else None, ids, params, generations)
 
     def _encode(self, number: int, prompt: Prompt) -> list[int]:

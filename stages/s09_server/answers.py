@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from stages.s01_forward.generation import Generation
+from stages.s01_forward.generation import Generation, generations_for
 from stages.s01_forward.outputs import SampledToken, TokenLogprob
 from stages.s01_forward.sampling_params import SamplingParams
 from stages.s01_forward.tokenizer import Tokenizer
@@ -126,16 +126,12 @@ def within_64_bits(params: SamplingParams) -> SamplingParams:
 
 def generations_of(message: Add, eos_token_ids: Collection[int], tokenizer: Tokenizer | None) -> list[Generation]:
     """The answers that a message asks for: with a tokenizer they have text, without they are the engine's."""
-    return [
-        Generation(
-            message.prompt_token_ids,
-            message.params,
-            seed=seed,
-            token_limit=message.token_limit,
-            eos_token_ids=eos_token_ids,
-            tokenizer=tokenizer,
-            request=message.first,
-            index=index,
-        )
-        for index, seed in enumerate(message.seeds)
-    ]
+    return generations_for(
+        message.prompt_token_ids,
+        message.params,
+        message.seeds,
+        token_limit=message.token_limit,
+        eos_token_ids=eos_token_ids,
+        tokenizer=tokenizer,
+        request=message.first,
+    )

@@ -12,7 +12,7 @@ from stages.s09_server.async_llm import AsyncLLM
 from stages.s09_server.chat import chat_router
 from stages.s09_server.completions import completions_router
 from stages.s09_server.info_routes import info_router, stepinfer_version
-from stages.s09_server.limits import ApiKey, BodyLimit, Draining, RequestId
+from stages.s09_server.limits import ApiKey, BodyLimit, Draining, Head, RequestId
 from stages.s09_server.metrics import CountResponses
 from stages.s09_server.protocol import ChatRequest, CompletionRequest
 from stages.s09_server.service import ApiSettings, Service
@@ -51,6 +51,7 @@ def make_app(llm: AsyncLLM, settings: ApiSettings) -> FastAPI:
     errors.install(app)
 
     # The last one added is the first to see a request.
+    app.add_middleware(Head)
     app.add_middleware(BodyLimit, limit=int(settings.max_body_mb * 2**20))
     app.add_middleware(Draining, draining=lambda: service.draining)
     if settings.api_key is not None:

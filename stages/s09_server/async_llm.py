@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -34,7 +35,19 @@ from stages.s09_server.messages import (
     encode,
 )
 
+TOKENIZERS = "transformers.models.auto.tokenization_auto"  # what reads them; seconds to import
+
 log = logging.getLogger("stepinfer.api")
+
+
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """A folder's tokenizer, if it has one. Another thread may still be importing what is needed: then wait for it.
+
+    transformers puts another module in its own place when it has been imported; who asks that one for something before
+    gets the first, which has nothing. A module inside it is not to be had before.
+    """
+    importlib.import_module(TOKENIZERS)
+    return tokenizer_of(folder)
 
 
 class AsyncLLM:
@@ -93,7 +106,7 @@ class AsyncLLM:
     async def prepare(self) -> None:
         """What requests are made with."""
         if not hasattr(self, "tokenizer"):
-            self.tokenizer = await asyncio.to_thread(tokenizer_of, Path(self.info.folder))
+            self.tokenizer = await asyncio.to_thread(load_tokenizer, Path(self.info.folder))
         eos, length = frozenset(self.info.eos_token_ids), self.info.max_model_len
         self.requests = RequestBuilder(self.info.vocab_size, length, eos, self.tokenizer)
 

@@ -1,8 +1,10 @@
 """The server's cost, and its latency under load: `python -m stages.s09_server.bench`.
 
-Two results in reference/results: `s09_dry_run` (tokens per second with HTTP and without, and where the time goes) and
+Three results in reference/results: `s09_dry_run` (tokens per second with HTTP and without, and where the time goes),
 `s09_load` (time to first token and inter-token latency against request rate, beside the servers of transformers and
-llama.cpp). llama.cpp takes part if `llama-server` is on the path, or the environment variable LLAMA_SERVER names it.
+llama.cpp) and `s09_load_batching` (the same beside transformers' server in its batching mode, for few and short
+requests, since on a CPU it takes long). llama.cpp takes part if `llama-server` is on the path, or the environment
+variable LLAMA_SERVER names it.
 """
 
 import argparse
@@ -17,11 +19,20 @@ from reference.bench.plots import bars, lines
 from reference.checkpoints import build_tiny, demo_model
 from stages.s02_kv_cache.bench import THREADS, save
 from stages.s09_server.bench_dry_run import DryLoad, measure_dry_run
-from stages.s09_server.bench_load import HF, HF_BATCHING, LLAMA, WHAT, RatedLoad, measure_load, series_of
+from stages.s09_server.bench_load import HF, HF_BATCHING, LLAMA, OURS, WHAT, RatedLoad, measure_load, series_of
 from stages.s09_server.load_prompts import Lengths
 
-PARTS = ("dry", "load")
-PEERS = (HF, HF_BATCHING, LLAMA)
+PARTS = ("dry", "load", "batching")
+PEERS = (HF, LLAMA)
+LOAD = (
+    "While a server keeps up, the first token takes as long as its prompt, and a token as long as a step; beyond, "
+    "requests queue. A server that batches keeps up for longer than one that answers a request at a time, and its "
+    "tokens come more slowly, since its steps serve several."
+)
+BATCHING = (
+    "transformers' server in its batching mode is made for GPUs: on a CPU a step takes time for all blocks of the KV "
+    "cache, used or not. So it has eight blocks of 256 tokens here, and four short requests."
+)
 
 
 def plot_dry_run(result: Result, out: Path) -> None:
@@ -60,9 +71,15 @@ def main(arguments: list[str] | None = None) -> None:
             plot_dry_run(result, out)
         if options.only in (None, "load"):
             load = RatedLoad({20.0: 5}, Lengths(8, 4)) if quick else RatedLoad({0.25: 5, 0.5: 9, 1.0: 16, 2.0: 30})
-            result = measure_load(folder, load, 1 if quick else THREADS, not quick, options.without)
+            names = [OURS] if quick else [each for each in (OURS, *PEERS) if each not in options.without]
+            result = Result("s09_load", LOAD)
+            measure_load(result, folder, load, 1 if quick else THREADS, names)
             save(result, out)
             plot_load(result, list(load.rates), out)
+        if options.only in (None, "batching") and not quick:
+            result = Result("s09_load_batching", BATCHING)
+            measure_load(result, folder, RatedLoad({0.1: 4}, Lengths(64, 8)), THREADS, [OURS, HF_BATCHING], blocks=8)
+            save(result, out)
 
 
 if __name__ == "__main__":

@@ -42,47 +42,42 @@ class Contender:
     full_length: dict[str, Any] = field(default_factory=lambda: {"ignore_eos": True})
 
 
-def contenders(folder: Path, scratch: Path, threads: int, tokens: int, peers: bool) -> list[Contender]:
-    """Those that can be started here; all compute in fp32, on the same weights."""
+def contenders(
+    folder: Path, scratch: Path, threads: int, tokens: int, names: Collection[str], blocks: int
+) -> list[Contender]:
+    """Those of `names` that can be started here; all compute in fp32, on the same weights. `blocks`: of HF_BATCHING."""
     ports = [free_port() for _ in range(4)]
     ours = [sys.executable, "-m", "stages.cli", "serve", str(folder), "--device", "cpu", "--dtype", "float32"]
     ours += ["--kv-cache-mb", "512", "--port", str(ports[0])]
     found = [Contender(OURS, ours, ports[0])]
-    if not peers:
-        return found
     # transformers takes no ignore_eos: a generation config without an end token asks for the same.
     whole = {"generation_config": json.dumps({"do_sample": False, "max_new_tokens": tokens, "pad_token_id": 0})}
     for name, port, batching in ((HF, ports[1], False), (HF_BATCHING, ports[2], True)):
-        command = transformers_serve(folder, port, continuous_batching=batching)
+        command = transformers_serve(folder, port, continuous_batching=batching, blocks=blocks)
         found.append(Contender(name, command, port, whole))
-    try:
-        command = llama_server(scratch / "demo.gguf", ports[3], threads=threads)
-    except FileNotFoundError as error:
-        print(f"{LLAMA} is left out: {error}")
-    else:
-        write_demo_gguf(scratch / "demo.gguf", "f32")
-        found.append(Contender(LLAMA, command, ports[3]))
-    return found
+    if LLAMA in names:
+        try:
+            command = llama_server(scratch / "demo.gguf", ports[3], threads=threads)
+        except FileNotFoundError as error:
+            print(f"{LLAMA} is left out: {error}")
+        else:
+            write_demo_gguf(scratch / "demo.gguf", "f32")
+            found.append(Contender(LLAMA, command, ports[3]))
+    return [each for each in found if each.name in names]
 
 
-def measure_load(folder: Path, load: RatedLoad, threads: int, peers: bool, without: Collection[str] = ()) -> Result:
+def measure_load(
+    result: Result, folder: Path, load: RatedLoad, threads: int, names: Collection[str], blocks: int = 64
+) -> None:
     """Every contender at every rate, one after the other on a machine that does nothing else."""
-    result = Result(
-        "s09_load",
-        "While a server keeps up, the first token takes as long as its prompt, and a token as long as a step; beyond, "
-        "requests queue. A server that batches keeps up for longer than one that answers a request at a time, and its "
-        "tokens come more slowly, since its steps serve several.",
-    )
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-        found = contenders(folder, Path(scratch), threads, load.lengths.answer, peers)
-        for contender in [each for each in found if each.name not in without]:
+        for contender in contenders(folder, Path(scratch), threads, load.lengths.answer, names, blocks):
             with serving(contender.command, contender.port, threads=threads):
                 for rate, count in load.rates.items():
                     run = one_run(contender, load, rate, count)
                     result.measurements += figures(contender.name, rate, count, run)
                     print(f"{contender.name}, {rate:g} requests/s: done", flush=True)
     judge(result, load)
-    return result
 
 
 def one_run(contender: Contender, load: RatedLoad, rate: float, count: int) -> Run:

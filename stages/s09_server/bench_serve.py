@@ -27,9 +27,9 @@ def bench() -> None:
 
 @app.command()
 def serve(
-    base_url: Annotated[str, typer.Option(help="Where the server is; with /v1 at its end or not.")] = (
-        "http://127.0.0.1:8000"
-    ),
+    base_url: Annotated[
+        str, typer.Option("--base-url", "--url", help="Where the server is; with /v1 at its end or not.")
+    ] = "http://127.0.0.1:8000",
     endpoint: Annotated[str, typer.Option(help="/v1/completions or /v1/chat/completions")] = "/v1/completions",
     model: Annotated[str | None, typer.Option(help="The first that the server lists, if left out.")] = None,
     api_key: Annotated[

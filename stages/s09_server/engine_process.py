@@ -60,8 +60,11 @@ def info_of(settings: EngineSettings, llm: BaseLLM, engine: Engine) -> EngineInf
     )
 
 
-def run_engine(settings: EngineSettings, receive: Receive, send: Send) -> int:
-    """Make the engine, then serve until told to stop. What goes wrong is said before it ends; returns an exit code."""
+def run_engine(settings: EngineSettings, receive: Receive, send: Send, *, alone: bool = False) -> int:
+    """Make the engine, then serve until told to stop. What goes wrong is said before it ends; returns an exit code.
+
+    alone: the process is the engine's.
+    """
     log = logging.getLogger("stepinfer.engine")
     try:
         llm = make_llm(settings)
@@ -76,16 +79,15 @@ def run_engine(settings: EngineSettings, receive: Receive, send: Send) -> int:
         send(encode(Dead(f"{type(error).__name__}: {error}", fault=True)))
         return 1
     send(encode(Ready(info)))
-    gc.collect()
-    gc.freeze()  # weights, caches, books: they need not be looked at again and again
+    if alone:
+        gc.collect()
+        gc.freeze()  # weights, caches, books: they need not be looked at again and again
     try:
         serve(loop, receive, send)
     except Exception as error:
         log.exception("the engine ends")
         send(encode(Dead(f"{type(error).__name__}: {error}", fault=True)))
         return 1
-    finally:
-        gc.unfreeze()  # where it was a thread, the others live on
     return 0
 
 
@@ -119,7 +121,7 @@ def main() -> int:
     """Called by the parent, and ended by it."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")
     link = ParentLink()
-    code = run_engine(msgspec.json.decode(link.settings, type=EngineSettings), link.receive, link.send)
+    code = run_engine(msgspec.json.decode(link.settings, type=EngineSettings), link.receive, link.send, alone=True)
     link.close()
     return code
 

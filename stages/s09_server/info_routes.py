@@ -40,7 +40,6 @@ def info_router(service: Service) -> APIRouter:
         service.check_model(model)
         return described(model)
 
-    @router.head("/health", include_in_schema=False)  # what some monitors ask
     @router.get("/health", response_model=Health, responses=documented(Health, 503))
     async def health() -> dict[str, str]:
         """200: send requests. 503: do not."""

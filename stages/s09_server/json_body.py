@@ -41,6 +41,12 @@ class JsonRoute(APIRoute):
             if self.body_field is not None and kind != "application/json":
                 words = f"the body is {kind or 'of no type'}; send JSON, with the header Content-Type: application/json"
                 raise ApiError(415, words, code="unsupported_media_type")
+            coding = request.headers.get("content-encoding", "identity").strip().lower()
+            if coding != "identity":
+                words = f"the body's Content-Encoding is {coding or 'empty'}; send the JSON as it is, without one"
+                error = ApiError(415, words, code="unsupported_content_encoding")
+                error.headers = {"Accept-Encoding": "identity"}
+                raise error
             return await handle(JsonRequest(request.scope, request.receive))
 
         return route

@@ -77,6 +77,23 @@ class Draining:
         await self.app(scope, receive, send)
 
 
+class Head:
+    """HEAD is GET without the body: monitors, proxies and `curl -I` ask so. FastAPI's routes know GET alone."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Ask for the same with GET, and keep what comes to oneself, but for the headers."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            return await self.app(scope, receive, send)
+
+        async def bodiless(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        await self.app({**scope, "method": "GET"}, receive, bodiless)
+
+
 class BodyLimit:
     """413 for a body of more bytes than this: by its header, or as soon as that many have come."""
 

@@ -22,7 +22,7 @@ from stages.s01_forward.config import ModelConfig
 from stages.s01_forward.hub import resolve_model
 from stages.s09_server.answer_stream import EngineDied
 from stages.s09_server.api import make_app
-from stages.s09_server.async_llm import AsyncLLM
+from stages.s09_server.async_llm import TOKENIZERS, AsyncLLM
 from stages.s09_server.config import ServeConfig
 from stages.s09_server.engine_process import EngineSettings
 from stages.s09_server.engine_watch import watch_engine
@@ -70,10 +70,9 @@ def fail(message: str, code: int) -> int:
 
 async def serve(config: ServeConfig, listener: socket.socket) -> int:
     """From the engine's start to the last answer."""
-    # The tokenizer needs it once the engine is ready; meanwhile there is nothing else to do, for seconds.
-    threading.Thread(
-        target=importlib.import_module, args=("transformers.models.auto.tokenization_auto",), daemon=True
-    ).start()
+    if not config.in_process:
+        # The tokenizer needs it once the engine is ready; meanwhile there is nothing else to do, for seconds.
+        threading.Thread(target=importlib.import_module, args=(TOKENIZERS,), daemon=True).start()
     with Signals() as signals:
         starting = asyncio.create_task(
             AsyncLLM.start(config.engine, in_process=config.in_process, text_process=config.text_process)
@@ -157,12 +156,15 @@ class Server:
         """What the person who started it wants to know."""
         url, name = url_of(self.listener), self.service.model_name
         stepinfer = os.environ.get("STEPINFER_COMMAND", "stepinfer")
+        key = "" if self.config.api.api_key is None else " --api-key KEY"
         lines = [
             f"{name} is served at {url}",
             f"  status page, and a chat to try: {url}/",
             f"  for OpenAI clients:             {url}/v1, model {name}",
-            f"  in another terminal:            {stepinfer} chat --url {url}",
+            f"  in another terminal:            {stepinfer} chat --url {url}{key}",
         ]
+        if self.config.engine.dry_run:
+            lines.append("  This is a dry run: without weights, every answer is the same.")
         if self.config.host not in ("127.0.0.1", "localhost", "::1") and self.config.api.api_key is None:
             lines.append("  Whoever reaches this address can use it: --api-key asks for a key.")
         sys.stdout.write("\n".join([*lines, ""]))  # at once: a script may read the first line and go

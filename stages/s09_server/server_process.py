@@ -14,13 +14,14 @@ from stages import STAGES_DIR
 
 
 class ServerProcess:
-    """A server on a free port, ready when the `with` block begins, and gone after it.
+    """A server on a free port: started at once, ready when the `with` block begins, and gone after it.
 
-    url: its address. process: the child. lines: what it has said, stdout and stderr. Raises RuntimeError with these if
-    it does not get ready.
+    url: its address. process: the child. lines: what it has said, stdout and stderr. The `with` block raises
+    RuntimeError with these if it does not get ready in so many `seconds`.
     """
 
     def __init__(self, *arguments: object, seconds: float = 120.0) -> None:
+        self.seconds = seconds
         command = [sys.executable, "-m", "stages.cli", "serve", *map(str, arguments), "--port", "0"]
         self.process = subprocess.Popen(
             command,
@@ -36,11 +37,6 @@ class ServerProcess:
         self.url = ""
         self.heard: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self.read, daemon=True).start()
-        try:
-            self.wait_for(r"is served at (\S+)", seconds)
-        except RuntimeError:
-            self.kill()
-            raise
 
     def read(self) -> None:
         """All lines, as they come; then None."""
@@ -83,6 +79,11 @@ class ServerProcess:
         self.process.wait()
 
     def __enter__(self) -> ServerProcess:
+        try:
+            self.wait_for(r"is served at (\S+)", self.seconds)
+        except RuntimeError:
+            self.kill()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

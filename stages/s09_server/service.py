@@ -114,9 +114,8 @@ class Service:
     ) -> list[PromptRequest]:
         """Checked requests. None may be longer than what the KV cache holds when nobody else is there."""
         info, answers = self.llm.info, len(prompts) * params.n
-        most = info.max_num_seqs + self.settings.max_waiting
-        if answers > most:  # `open` would refuse it, after all the work
-            raise too_many(answers, most)
+        if answers > self.most_answers:  # `open` would refuse it, after all the work
+            raise too_many(answers, self.most_answers)
         held = min(self.llm.requests.max_model_len, info.num_blocks * info.block_size)
         builder = replace(self.llm.requests, max_model_len=held)
         sizes = [len(prompt) if isinstance(prompt, str) else 0 for prompt in prompts]
@@ -135,10 +134,14 @@ class Service:
 
     # ---- to the engine -----------------------------------------------------------------------------------------------
 
+    @property
+    def most_answers(self) -> int:
+        """As many may be under way: those that run, and those that may wait."""
+        return self.llm.info.max_num_seqs + self.settings.max_waiting
+
     def open(self, requests: list[PromptRequest], arrival: float, grammar: str | None = None) -> Exchange:
         """Queue requests, unless the queue is full. `arrival`: by `time.perf_counter`. Raises EngineDied."""
-        answers = sum(len(request.generations) for request in requests)
-        most = self.llm.info.max_num_seqs + self.settings.max_waiting
+        answers, most = sum(len(request.generations) for request in requests), self.most_answers
         if answers > most:
             raise too_many(answers, most)
         if self.llm.num_open + answers > most:

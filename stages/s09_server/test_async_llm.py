@@ -43,23 +43,39 @@ def run() -> Iterator[Run]:
         yield lambda coroutine: runner.run(asyncio.wait_for(coroutine, 120.0))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def starting(run, tiny) -> Iterator[dict[str, asyncio.Task[AsyncLLM]]]:
+    """The same dry engine in three ways. The processes take seconds: those who want them come last in this file."""
+
+    async def start() -> dict[str, asyncio.Task[AsyncLLM]]:
+        tasks = {how: asyncio.create_task(AsyncLLM.start(dry(tiny("qwen2")), **way)) for how, way in HOWS.items()}
+        await tasks["thread"]
+        return tasks
+
+    tasks = run(start())
+    yield tasks
+
+    async def end() -> None:
+        for task in tasks.values():
+            await (await task).close()
+
+    run(end())
+
+
 @pytest.fixture(scope="module")
-def llms(run, tiny) -> Iterator[dict[str, AsyncLLM]]:
-    """The same dry engine in three ways, started at the same time."""
-
-    async def start() -> list[AsyncLLM]:
-        return await asyncio.gather(*(AsyncLLM.start(dry(tiny("qwen2")), **how) for how in HOWS.values()))
-
-    started = dict(zip(HOWS, run(start()), strict=True))
-    yield started
-    for llm in started.values():
-        run(llm.close())
-
-
-@pytest.fixture
-def llm(llms) -> AsyncLLM:
+def llm(starting) -> AsyncLLM:
     """The quick one."""
-    return llms["thread"]
+    return starting["thread"].result()
+
+
+@pytest.fixture(scope="module")
+def llms(starting, run) -> dict[str, AsyncLLM]:
+    """All three."""
+
+    async def started() -> dict[str, AsyncLLM]:
+        return {how: await task for how, task in starting.items()}
+
+    return run(started())
 
 
 @pytest.fixture
@@ -99,79 +115,6 @@ async def settles(llm: AsyncLLM) -> None:
     assert (llm.num_open, llm.streams, llm.answers.open) == (0, {}, {})
     while llm.stats.running or llm.stats.waiting or llm.stats.kv_blocks_used:
         await asyncio.sleep(0.001)
-
-
-# ---- three ways, one answer ------------------------------------------------------------------------------------------
-
-
-def test_the_same_in_a_thread_a_process_and_two(llms, run):
-    prompts = ["Hello", [5, 6, 7] * 9, "é😀", [9], [1, 2, 3]]
-    params = [
-        SamplingParams(max_tokens=30, n=3, temperature=1.0, seed=1),
-        SamplingParams(max_tokens=9, logprobs=2, prompt_logprobs=1),
-        SamplingParams(max_tokens=40, stop=["scheduler", "dry run: t"]),
-        SamplingParams(max_tokens=0, prompt_logprobs=0),
-        SamplingParams(max_tokens=2**80, top_k=2**70, min_tokens=3),
-    ]
-
-    async def ask(llm: AsyncLLM) -> list[AnswerEvent]:
-        events = await read(llm.open(llm.requests.build(prompts, params)))
-        await settles(llm)
-        return [anonymous(event) for event in events]
-
-    answers = {how: run(ask(llm)) for how, llm in llms.items()}
-    events = answers["thread"]
-    assert answers["process"] == answers["text process"] == events
-    assert [event.answer for event in events] == list(range(7))
-    assert [event.finish_reason for event in events] == ["length"] * 4 + ["stop", "length", "stop"]
-    assert events[4].stop_reason == "dry run: t" and events[4].text.endswith("This is a ")
-    assert (len(events[3].logprobs), len(events[3].prompt_logprobs), len(events[5].prompt_logprobs)) == (9, 27, 1)
-
-
-def anonymous(event: AnswerEvent) -> AnswerEvent:
-    """Without the number of its stream, and how much of the prompt others had left in the cache."""
-    return structs.replace(event, stream=0, num_cached_tokens=0)
-
-
-def test_what_is_told_of_the_engine(llms, run, tiny):
-    first, *others = (llm.info for llm in llms.values())
-    assert others == [first, first]
-    assert (first.folder, first.vocab_size, first.max_model_len, first.device) == (str(tiny("qwen2")), 512, 256, "cpu")
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_a_status_while_nobody_asks_for_anything_else(how, llms, run):
-    status = run(llms[how].status())
-    assert (status["requests"], status["blocks"]["used"]) == ([], 0)
-
-
-def test_200_streams_at_once(llms, run):
-    """More than run at a time; each gets its own."""
-
-    async def ask(llm: AsyncLLM) -> None:
-        lengths = [1 + number % 50 for number in range(200)]
-        streams = [open_one(llm, [5, number], replace(LONG, max_tokens=n)) for number, n in enumerate(lengths)]
-        assert llm.num_open == 200
-        answers = await asyncio.gather(*map(read, streams))
-        assert [len(event.token_ids) for (event,) in answers] == lengths
-        await settles(llm)
-
-    for llm in llms.values():
-        run(ask(llm))
-
-
-def test_a_million_token_ids(llms, run):
-    """The engine says what it thinks of them, and goes on with the others."""
-
-    async def ask(llm: AsyncLLM) -> None:
-        wide = RequestBuilder(512, 2_000_000, llm.requests.eos_token_ids, llm.tokenizer)
-        other = open_one(llm)
-        (event,) = await read(llm.open(wide.build([[5] * 1_000_000], SamplingParams(max_tokens=9))))
-        assert event.finish_reason == "error" and "1000008 tokens" in event.error
-        assert len((await read(other))[0].token_ids) == 200
-
-    for llm in llms.values():
-        run(ask(llm))
 
 
 # ---- readers ---------------------------------------------------------------------------------------------------------
@@ -287,28 +230,6 @@ def test_what_cannot_be_sent_is_refused_whole(llm, run):
     run(ask())
 
 
-def test_nothing_is_kept_of_a_thousand_requests(llm, run):
-    async def ask() -> None:
-        streams: list[weakref.ref[AnswerStream]] = []
-        before = 0
-        for number in range(1_020):
-            stream = open_one(llm, [5, number % 500], SamplingParams(max_tokens=1 + number % 2, n=1 + number % 3))
-            streams.append(weakref.ref(stream))
-            (stream.abort() if number % 5 == 0 else await read(stream)) if number % 7 else await stream.next()
-            if number % 7 == 0:
-                stream.abort()
-            if number == 20:
-                gc.collect()
-                before = len(gc.get_objects())
-        del stream
-        await settles(llm)
-        gc.collect()
-        assert [ref for ref in streams if ref() is not None] == []
-        assert len(gc.get_objects()) - before < 3_000, "three objects a request"
-
-    run(ask())
-
-
 # ---- steps that fail -------------------------------------------------------------------------------------------------
 
 
@@ -330,7 +251,7 @@ def failing(run, tiny, monkeypatch) -> Iterator[tuple[AsyncLLM, list[Exception]]
         return made
 
     monkeypatch.setattr(engine_process, "make_llm", make)
-    started = run(AsyncLLM.start(dry(tiny("qwen2"), 4.0, max_num_seqs=2), in_process=True))
+    started = run(AsyncLLM.start(dry(tiny("qwen2"), 2.0, max_num_seqs=2), in_process=True))
     yield started, errors
     run(started.close())
 
@@ -554,7 +475,102 @@ def test_an_event_loop_that_ends_first(rigged, monkeypatch):
     assert trouble == []
 
 
-def test_nothing_is_left_open(rigged, run):
+# ---- three ways, one answer ------------------------------------------------------------------------------------------
+
+
+def test_the_same_in_a_thread_a_process_and_two(llms, run):
+    prompts = ["Hello", [5, 6, 7] * 9, "é😀", [9], [1, 2, 3]]
+    params = [
+        SamplingParams(max_tokens=30, n=3, temperature=1.0, seed=1),
+        SamplingParams(max_tokens=9, logprobs=2, prompt_logprobs=1),
+        SamplingParams(max_tokens=40, stop=["scheduler", "dry run: t"]),
+        SamplingParams(max_tokens=0, prompt_logprobs=0),
+        SamplingParams(max_tokens=2**80, top_k=2**70, min_tokens=3),
+    ]
+
+    async def ask(llm: AsyncLLM) -> list[AnswerEvent]:
+        events = await read(llm.open(llm.requests.build(prompts, params)))
+        await settles(llm)
+        return [anonymous(event) for event in events]
+
+    answers = {how: run(ask(llm)) for how, llm in llms.items()}
+    events = answers["thread"]
+    assert answers["process"] == answers["text process"] == events
+    assert [event.answer for event in events] == list(range(7))
+    assert [event.finish_reason for event in events] == ["length"] * 4 + ["stop", "length", "stop"]
+    assert events[4].stop_reason == "dry run: t" and events[4].text.endswith("This is a ")
+    assert (len(events[3].logprobs), len(events[3].prompt_logprobs), len(events[5].prompt_logprobs)) == (9, 27, 1)
+
+
+def anonymous(event: AnswerEvent) -> AnswerEvent:
+    """Without the number of its stream, and how much of the prompt others had left in the cache."""
+    return structs.replace(event, stream=0, num_cached_tokens=0)
+
+
+def test_what_is_told_of_the_engine(llms, run, tiny):
+    first, *others = (llm.info for llm in llms.values())
+    assert others == [first, first]
+    assert (first.folder, first.vocab_size, first.max_model_len, first.device) == (str(tiny("qwen2")), 512, 256, "cpu")
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_status_while_nobody_asks_for_anything_else(how, llms, run):
+    status = run(llms[how].status())
+    assert (status["requests"], status["blocks"]["used"]) == ([], 0)
+
+
+def test_200_streams_at_once(llms, run):
+    """More than run at a time; each gets its own."""
+
+    async def ask(llm: AsyncLLM) -> None:
+        lengths = [1 + number % 50 for number in range(200)]
+        streams = [open_one(llm, [5, number], replace(LONG, max_tokens=n)) for number, n in enumerate(lengths)]
+        assert llm.num_open == 200
+        answers = await asyncio.gather(*map(read, streams))
+        assert [len(event.token_ids) for (event,) in answers] == lengths
+        await settles(llm)
+
+    for llm in llms.values():
+        run(ask(llm))
+
+
+def test_a_million_token_ids(llms, run):
+    """The engine says what it thinks of them, and goes on with the others."""
+
+    async def ask(llm: AsyncLLM) -> None:
+        wide = RequestBuilder(512, 2_000_000, llm.requests.eos_token_ids, llm.tokenizer)
+        other = open_one(llm)
+        (event,) = await read(llm.open(wide.build([[5] * 1_000_000], SamplingParams(max_tokens=9))))
+        assert event.finish_reason == "error" and "1000008 tokens" in event.error
+        assert len((await read(other))[0].token_ids) == 200
+
+    for llm in llms.values():
+        run(ask(llm))
+
+
+def test_nothing_is_kept_of_a_thousand_requests(llm, llms, run):
+    async def ask() -> None:
+        streams: list[weakref.ref[AnswerStream]] = []
+        before = 0
+        for number in range(1_020):
+            stream = open_one(llm, [5, number % 500], SamplingParams(max_tokens=1 + number % 2, n=1 + number % 3))
+            streams.append(weakref.ref(stream))
+            (stream.abort() if number % 5 == 0 else await read(stream)) if number % 7 else await stream.next()
+            if number % 7 == 0:
+                stream.abort()
+            if number == 20:
+                gc.collect()
+                before = len(gc.get_objects())
+        del stream
+        await settles(llm)
+        gc.collect()
+        assert [ref for ref in streams if ref() is not None] == []
+        assert len(gc.get_objects()) - before < 3_000, "three objects a request"
+
+    run(ask())
+
+
+def test_nothing_is_left_open(llms, rigged, run):
     async def once(what: str) -> None:
         try:
             await (await rigged(what)).close()

@@ -73,7 +73,7 @@ def test_failures_are_shown_and_told_by_the_exit_code():
 
     turn = iter(range(10))
     with server_of(script) as server:
-        result = bench("--base-url", server.url, "--num-prompts", 3)
+        result = bench("--url", server.url, "--num-prompts", 3)
     assert result.exit_code == 1
     assert "HTTP 503" in result.output and "[/red] queue [bold]full" in result.output
     assert "Traceback" not in result.output

@@ -430,7 +430,7 @@ def test_requests_that_schemathesis_makes_up(tiny):
     settings = EngineSettings(str(tiny("qwen2")), options, dry_run=True)
     with Loopback(lambda: AsyncLLM.start(settings, in_process=True), ApiSettings(("m",), api_key=KEY)) as server:
         cases = Cases(server.url, seed=9, key=KEY)
-        cases.run(40)
+        cases.run(25)
         settled(server)
         assert busy(server.url) == {}
     statuses = Counter(status for (operation, status), count in cases.outcomes.items() for _ in range(count))

@@ -12,7 +12,8 @@ import openai
 import psutil
 import pytest
 
-from stages.s09_server import engine_watch, serve
+from stages.s01_forward.tokenizer import Tokenizer
+from stages.s09_server import engine_watch, loop_link, serve
 from stages.s09_server.answer_stream import EngineDied
 from stages.s09_server.async_llm import AsyncLLM
 from stages.s09_server.config import ServeConfig
@@ -25,6 +26,7 @@ from stages.s09_server.signals import Signals
 
 LONG = {"model": "m", "prompt": "Once", "max_tokens": 150, "stream": True, "ignore_eos": True}
 LONG |= {"stream_options": {"include_usage": True}}
+RIGGED = LONG | {"prompt": [5]}  # for an engine without a tokenizer
 
 
 def config(tiny, step_ms=2.0, **options):
@@ -53,20 +55,16 @@ class Running:
         await asyncio.wait([self.code])
         await self.client.aclose()
 
-    async def read(self, began: asyncio.Event) -> list[str]:
+    async def read(self, began: asyncio.Event, body: dict) -> list[str]:
         """All events of a long answer, as text."""
-        async with self.client.stream("POST", "/v1/completions", json=LONG) as response:
-            events = []
-            async for line in response.aiter_lines():
-                if line:
-                    events.append(line)
-                    began.set()
-            return events
+        async with self.client.stream("POST", "/v1/completions", json=body) as response:
+            began.set()  # with the engine's first news
+            return [line async for line in response.aiter_lines() if line]
 
-    async def begin(self) -> asyncio.Task[list[str]]:
+    async def begin(self, body: dict = LONG) -> asyncio.Task[list[str]]:
         """A long answer, which has begun."""
         began = asyncio.Event()
-        reading = asyncio.create_task(self.read(began))
+        reading = asyncio.create_task(self.read(began, body))
         await began.wait()
         return reading
 
@@ -151,21 +149,129 @@ def test_a_client_that_does_not_read_is_cut_off(tiny, caplog, monkeypatch):
     assert [record.exc_info for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-def test_without_an_engine_the_server_ends(tiny, capsys):
-    """A real engine process, and kill -9."""
+# ---- as users have it ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def launched(tiny, tmp_path_factory):
+    """`stepinfer serve`, in processes of its own, told what to do by a file and by its command line; and all in one.
+
+    Both start while the checks above run.
+    """
+    file = tmp_path_factory.mktemp("config") / "serve.yaml"
+    file.write_text("served-model-name: [story, m]\nmax_model_len: 250\nmax-num-seqs: 3\ndry_run_step_ms: 8\n")
+    dry = (tiny("llama"), "--dry-run", "--config", file)
+    started = {
+        "processes": ServerProcess(*dry, "--max-num-seqs", "2", "--on-engine-death", "restart"),
+        "one process": ServerProcess(*dry, "--in-process"),
+    }
+    yield started
+    for it in started.values():
+        it.kill()
+
+
+@pytest.fixture(scope="module")
+def server(launched):
+    with launched["processes"] as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as it:
+        yield it
+
+
+def test_it_says_where_it_is(server):
+    assert server.lines[0] == f"story is served at {server.url}"
+    server.wait_for("This is a dry run")
+    assert "Traceback" not in server.output
+
+
+def test_the_file_and_the_command_line(client):
+    assert [model.id for model in client.models.list()] == ["story", "m"]
+    assert client.models.retrieve("m").max_model_len == 250
+
+
+def test_openai_client(client):
+    messages = [{"role": "user", "content": "Hello"}]
+    told = client.chat.completions.create(model="story", messages=messages).choices[0]
+    assert told.message.content.startswith("This is a dry run: ")
+    assert told.finish_reason == "stop"
+    stream = client.chat.completions.create(model="story", messages=messages, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert text == told.message.content
+
+
+def test_all_in_one_process(launched):
+    with launched["one process"] as server:
+        assert psutil.Process(server.process.pid).children() == []
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            assert client.completions.create(model="m", prompt="Once", max_tokens=3).usage.completion_tokens == 3
+    assert server.process.returncode == 0 or sys.platform == "win32"
+
+
+def test_chat_at_a_server(server, tiny):
+    from typer.testing import CliRunner
+
+    from stages.cli import app
+
+    words = len(Tokenizer(tiny("llama")).encode("This is a dry run"))
+    result = CliRunner().invoke(
+        app, ["chat", "--url", server.url, "--max-tokens", str(words)], input="Hello\n\nAgain\n"
+    )
+    assert (result.exit_code, result.stdout) == (0, "This is a dry run\nThis is a dry run\n")
+    assert result.stderr.count("--max-tokens") == 2  # both were cut
+    result = CliRunner().invoke(app, ["chat", "other", "--url", f"{server.url}/v1"], input="Hello\n")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "error: 404: the model 'other' is not served here" in result.stderr
+
+
+def children(server, module):
+    return [p for p in psutil.Process(server.process.pid).children(True) if module in " ".join(p.cmdline())]
+
+
+@pytest.fixture(scope="module")
+def killed(server, client):
+    """The engine is killed in the middle of an answer; returns what is told of it."""
+    [engine] = children(server, "engine_process")
+    stream = client.completions.create(
+        model="m", prompt="Once", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    engine.kill()
+    with pytest.raises(openai.APIError) as told:
+        list(stream)
+    with pytest.raises(openai.InternalServerError) as refused:
+        client.completions.create(model="m", prompt="Once")
+    return told.value, refused.value
+
+
+def test_who_asks_a_killed_engine_is_told(killed):
+    told, refused = killed
+    assert "the engine has died" in str(told)
+    assert refused.status_code == 503
+
+
+# ---- in this process again, while another engine is launched ---------------------------------------------------------
+
+
+def test_without_an_engine_the_server_ends(capsys, monkeypatch):
+    """A process, and kill -9."""
+    monkeypatch.setattr(loop_link, "ENGINE", "stages.s09_server.rigged_engine")
 
     async def scenario(it: Running):
-        reading = await it.begin()
+        reading = await it.begin(RIGGED)
         it.llm.link.link.process.kill()
         begun = time.monotonic()
         assert '{"error":{"message":"the engine has died' in (await reading)[-1]
         health = await it.client.get("/health")
         assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_dead")
-        assert (await it.client.post("/v1/completions", json=LONG)).status_code == 503
+        assert (await it.client.post("/v1/completions", json=RIGGED)).status_code == 503
         assert await it.code == 1
         assert time.monotonic() - begun < 5.0
 
-    run(config(tiny, step_ms=20.0), scenario)
+    run(ServeConfig(EngineSettings("serves"), ApiSettings(("m",)), port=0), scenario)
     assert "error: the engine died: the engine process ended with exit code" in capsys.readouterr().err
 
 
@@ -177,6 +283,7 @@ def test_an_engine_that_never_lives_is_given_up(tiny, monkeypatch, capsys):
         raise EngineDied("no memory")
 
     monkeypatch.setattr(engine_watch, "BACKOFF_SECONDS", 0.01)
+    monkeypatch.setattr(serve, "DEATH_SECONDS", 0.1)
 
     async def scenario(it: Running):
         monkeypatch.setattr(it.llm, "launch", launch)
@@ -220,75 +327,10 @@ def test_addresses_for_a_client_of_this_machine():
         assert url_of(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-# ---- as users have it ------------------------------------------------------------------------------------------------
+# ---- and as users have it, to the end --------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """`stepinfer serve`, in processes of its own, told what to do by a file and by its command line."""
-    file = tmp_path_factory.mktemp("config") / "serve.yaml"
-    file.write_text("served-model-name: [story, m]\nmax_model_len: 4096\nmax-num-seqs: 3\ndry_run_step_ms: 5\n")
-    with ServerProcess(
-        "demo", "--dry-run", "--config", file, "--max-num-seqs", "2", "--on-engine-death", "restart"
-    ) as it:
-        yield it
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as it:
-        yield it
-
-
-def test_it_says_where_it_is(server):
-    assert server.lines[0] == f"story is served at {server.url}"
-    assert "Traceback" not in server.output
-
-
-def test_the_file_and_the_command_line(client):
-    assert [model.id for model in client.models.list()] == ["story", "m"]
-    assert client.models.retrieve("m").max_model_len == 4096
-
-
-def test_openai_client(client):
-    messages = [{"role": "user", "content": "Hello"}]
-    told = client.chat.completions.create(model="story", messages=messages).choices[0]
-    assert told.message.content.startswith("This is a dry run: ")
-    assert told.finish_reason == "stop"
-    stream = client.chat.completions.create(model="story", messages=messages, stream=True)
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-    assert text == told.message.content
-
-
-def test_chat_at_a_server(server):
-    from typer.testing import CliRunner
-
-    from stages.cli import app
-
-    result = CliRunner().invoke(app, ["chat", "--url", server.url, "--max-tokens", "5"], input="Hello\n\nAgain\n")
-    assert (result.exit_code, result.stdout) == (0, "This is a dry run\nThis is a dry run\n")
-    assert result.stderr.count("--max-tokens") == 2  # both were cut
-    result = CliRunner().invoke(app, ["chat", "other", "--url", f"{server.url}/v1"], input="Hello\n")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert "error: 404: the model 'other' is not served here" in result.stderr
-
-
-def children(server, module):
-    return [p for p in psutil.Process(server.process.pid).children(True) if module in " ".join(p.cmdline())]
-
-
-def test_a_killed_engine_comes_back(server, client):
-    [engine] = children(server, "engine_process")
-    stream = client.completions.create(
-        model="m", prompt="Once", max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
-    )
-    next(iter(stream))
-    engine.kill()
-    with pytest.raises(openai.APIError, match="the engine has died"):
-        list(stream)
-    with pytest.raises(openai.InternalServerError) as refused:
-        client.completions.create(model="m", prompt="Once")
-    assert refused.value.status_code == 503
+def test_a_killed_engine_comes_back(killed, server, client):
     server.wait_for("the engine is back")
     assert client.completions.create(model="m", prompt="Once", max_tokens=3).usage.completion_tokens == 3
     assert len(children(server, "engine_process")) == 1
@@ -299,7 +341,7 @@ def test_sigterm_lets_answers_end(server, client):
     """The last of this file: the server is gone after it."""
     processes = [psutil.Process(server.process.pid), *children(server, "")]
     stream = client.completions.create(
-        model="m", prompt="Once", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        model="m", prompt="Once", max_tokens=240, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
     server.process.send_signal(signal.SIGTERM)
