@@ -31,8 +31,8 @@ LIMITS, PROCESSES = "Limits", "Processes"  # how the help calls these
 class PrefixCache(StrEnum):
     """How prefixes are found again."""
 
-    chain = "chain"
     radix = "radix"
+    chain = "chain"
     off = "off"
 
 
@@ -102,7 +102,7 @@ def serve(
     enable_prefix_caching: Annotated[
         bool, typer.Option(help="Compute once what prompts begin with in common.", rich_help_panel=ENGINE)
     ] = True,
-    prefix_cache: Annotated[PrefixCache, typer.Option(rich_help_panel=ENGINE)] = PrefixCache.chain,
+    prefix_cache: Annotated[PrefixCache, typer.Option(rich_help_panel=ENGINE)] = PrefixCache.radix,
     enforce_eager: Annotated[
         bool, typer.Option("--enforce-eager", help="No CUDA graphs.", rich_help_panel=ENGINE)
     ] = False,

@@ -12,9 +12,9 @@ from stages.s06_prefix_cache.radix_tree import RadixTree
 
 
 class LLM(ChunkedLLM):
-    """prefix_cache: "chain" (hashes, the default), "radix" (a tree), or "off"."""
+    """prefix_cache: "radix" (a tree, the default), "chain" (hashes), or "off"."""
 
-    def __init__(self, *args: Any, prefix_cache: Literal["chain", "radix", "off"] = "chain", **options: Any) -> None:
+    def __init__(self, *args: Any, prefix_cache: Literal["chain", "radix", "off"] = "radix", **options: Any) -> None:
         if prefix_cache not in ("chain", "radix", "off"):
             raise ValueError(f"prefix_cache is {prefix_cache!r}; it must be 'chain', 'radix' or 'off'")
         self.prefix_cache = prefix_cache
