@@ -50,9 +50,10 @@ def merge_splits(
     `lse` is the base-2 logarithm of each split's sum of weights, so 2 ** lse is its share of the whole row.
     """
     num_heads, head_dim = out.shape[1:]
+    dim_pad, splits_pad = max(16, next_power_of_2(head_dim)), next_power_of_2(launch.num_splits)
     has_map = launch.tile_map is not None
     _merge_kernel[(num_heads, launch.num_tiles, launch.queries_per_tile)](
         out, partial, lse, cu_q, launch.tile_map if has_map else cu_q, launch.num_splits, launch.num_tiles,
-        NUM_HEADS=num_heads, HEAD_DIM=head_dim, DIM_PAD=max(16, next_power_of_2(head_dim)),
-        SPLITS_PAD=next_power_of_2(launch.num_splits), HAS_TILE_MAP=has_map, num_warps=4, **launch_options(out.device),
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, DIM_PAD=dim_pad, SPLITS_PAD=splits_pad, HAS_TILE_MAP=has_map,
+        num_warps=max(1, min(4, splits_pad * dim_pad // 2048)), **launch_options(out.device),
     )  # fmt: skip

@@ -12,11 +12,10 @@ import torch
 from reference.bench.gpu_shapes import SHAPES
 from reference.bench.harness import RESULTS, Measurement, Result
 from reference.bench.workloads import workloads
-from stages.s03_paged_kv import kernel
 from stages.s03_paged_kv.attention_plan import KernelPlan
 from stages.s03_paged_kv.kernel_workloads import Call, Workload, make_workload, time_calls
-from stages.s03_paged_kv.tile_sizes import AttentionShape, pick_tiles
-from stages.s07_cuda_graph.padded_plan import launch
+from stages.s03_paged_kv.tile_sizes import AttentionShape
+from stages.s07_cuda_graph.padded_plan import short_launch
 from stages.s07_cuda_graph.step_inputs import longest_first
 
 LONGEST = 4096
@@ -26,13 +25,14 @@ MODELS = ("qwen3-0.6b", "qwen2.5-1.5b", "qwen2.5-7b")
 
 def seconds(work: Workload, sort: bool) -> float:
     """Of one layer's attention."""
+    from stages.s03_paged_kv.kernel import paged_attention
+
     rows, shape = len(work.kv_lens), work.shape
     tiles = torch.from_numpy(longest_first(dict(enumerate(work.kv_lens)), rows)).cuda() if sort else None
-    one = launch(pick_tiles(shape, rows, shape.group, LONGEST), rows, 1, tiles, shape, LONGEST)
-    plan = KernelPlan(shape, rows, (one,))
+    plan = KernelPlan(shape, rows, (short_launch(rows, 1, tiles, shape, LONGEST),))
     where = work.block_table, work.seq_lens, work.cu_q
     calls: list[Call] = [
-        functools.partial(kernel.paged_attention, q, cache[0], cache[1], *where, plan, shape.head_dim**-0.5)
+        functools.partial(paged_attention, q, cache[0], cache[1], *where, plan, shape.head_dim**-0.5)
         for q, cache in zip(work.q, work.cache, strict=True)
     ]
     return time_calls(calls, 7).median
