@@ -30,8 +30,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     first, second = x.float().chunk(2, dim=-1)  # [T, N, D/2] each
     cos, sin = cos[:, None, :], sin[:, None, :]  # one angle for all heads of a token
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def norm_rope(
@@ -78,9 +77,10 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = parameter(outputs, inputs)
         self.bias = parameter(outputs) if bias else None
+        self.product = F.linear  # or what the model's `Ops` say
 
     def forward(self, x: Tensor) -> Tensor:  # [T, inputs] -> [T, outputs]
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
 
 
 class Norm(nn.Module):

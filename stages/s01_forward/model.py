@@ -89,8 +89,9 @@ class Model(nn.Module):
         self.lm_head = Linear(config.hidden_size, 0 if config.tie_word_embeddings else config.vocab_size)
         for module in self.modules():  # `to_empty` says the same, and imports 30 MB of Python for it
             for name, weight in module.named_parameters(recurse=False):
-                memory = torch.empty(weight.shape, dtype=dtype, device=device)
-                setattr(module, name, nn.Parameter(memory, requires_grad=False))
+                setattr(module, name, nn.Parameter(torch.empty_like(weight, dtype=dtype, device=device), False))
+            if isinstance(module, Linear):
+                module.product = ops.linear
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.cos, self.sin = rope_table(config.rope, config.head_dim, max_len or config.max_len, device)
@@ -102,8 +103,7 @@ class Model(nn.Module):
         cos, sin = self.cos[positions], self.sin[positions]  # [T, D/2]
         for layer in self.layers:
             x, residual = layer(x, residual, cos, sin, ctx)
-        hidden, _ = self.ops.add_rms_norm(x, residual, self.norm.weight, self.config.rms_norm_eps)
-        return hidden
+        return self.ops.add_rms_norm(x, residual, self.norm.weight, self.config.rms_norm_eps)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> [N, V]: pass only the rows that are needed, V is large."""

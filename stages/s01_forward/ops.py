@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from stages.s01_forward import layers
@@ -25,6 +26,7 @@ class Ops:
     ] = layers.norm_rope
     silu_mul: Callable[[Tensor], Tensor] = layers.silu_mul
     attention: Callable[[Tensor, Tensor, Tensor, float], Tensor] = layers.attention
+    linear: Callable[..., Tensor] = F.linear
 
 
 TORCH_OPS = Ops()

@@ -65,11 +65,11 @@ class KVStore:
     ) -> None:
         shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self.data = torch.empty(shape, device=device, dtype=dtype)
+        self.views = [(keys, values) for keys, values in self.data]  # made once: every layer of every step asks
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer, each [blocks, block_size, Hkv, D]: views, so writing to them fills the cache."""
-        keys, values = self.data[layer]
-        return keys, values
+        return self.views[layer]
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]], source: KVStore | None = None) -> None:
         """Copy whole blocks, (from, to), in all layers; from another store if one is given."""

@@ -1,7 +1,8 @@
 """Paged attention and the K/V write in plain torch: the path of every CPU, and what the kernel is checked against.
 
 The idea in two lines: gather the keys of a row from its blocks, then attend as if they had never been scattered.
-Rows with one query (decode) go together in one masked call; rows with more go one by one, without padding.
+Rows with one query (decode) go together, those of about one length in one masked call; rows with more go one by one,
+without padding.
 """
 
 import itertools
@@ -14,19 +15,30 @@ import torch.nn.functional as F
 from stages.s02_kv_cache.attention import cached_attention
 from stages.s03_paged_kv.attention_plan import AttentionShape, check_lengths
 
+BUCKET = 128  # rows whose numbers of keys, divided by this, round up to the same go together
+
+
+@dataclass(frozen=True)
+class Singles:
+    """Rows with one query and about as many keys: R1 of them, S keys in the longest.
+
+    `tokens` int64 [R1]: their tokens. `keys` int64 [R1, Hkv, S]: where their keys lie, head by head; key h of slot s is
+    vector s * Hkv + h of a cache. `mask` bool [R1, 1, 1, S]: which of them exist; None if all do.
+    """
+
+    tokens: torch.Tensor
+    keys: torch.Tensor
+    mask: torch.Tensor | None
+
 
 @dataclass(frozen=True)
 class GatherPlan:
     """Where the keys of each row lie, found once per step for all layers.
 
-    `decode_tokens` int64 [R1]: the tokens of rows with one query. `decode_slots` int64 [R1, S]: the slots of their
-    keys, padded to the longest. `decode_mask` bool [R1, 1, 1, S]: which of them exist; None if all do.
     `chunks`: for each row with several queries its first token, its query count and its slots, int64 [seq_len].
     """
 
-    decode_tokens: torch.Tensor
-    decode_slots: torch.Tensor
-    decode_mask: torch.Tensor | None
+    singles: tuple[Singles, ...]
     chunks: tuple[tuple[int, int, torch.Tensor], ...]
 
 
@@ -42,16 +54,29 @@ def make_plan(
         for row, q_len in enumerate(q_lens)
         if q_len > 1
     )
-    single = [row for row, q_len in enumerate(q_lens) if q_len == 1 and seq_lens[row] > 0]
-    lens = torch.tensor([seq_lens[row] for row in single], dtype=torch.int64, device=device)[:, None]
-    longest = max((seq_lens[row] for row in single), default=0)
-    key = torch.arange(longest, device=device).expand(len(single), -1)
+    buckets: dict[int, list[int]] = {}
+    for row, q_len in enumerate(q_lens):
+        if q_len == 1 and seq_lens[row] > 0:
+            buckets.setdefault(-(-seq_lens[row] // BUCKET), []).append(row)
+    return GatherPlan(tuple(_singles(rows, starts, seq_lens, block_table, shape) for rows in buckets.values()), chunks)
+
+
+def _singles(
+    rows: Sequence[int],
+    starts: Sequence[int],
+    seq_lens: Sequence[int],
+    block_table: torch.Tensor,
+    shape: AttentionShape,
+) -> Singles:
+    """The plan of rows that go together; `starts`: the first token of every row."""
+    device, longest = block_table.device, max(seq_lens[row] for row in rows)
+    lens = torch.tensor([seq_lens[row] for row in rows], device=device)[:, None]
+    key = torch.arange(longest, device=device).expand(len(rows), -1)
     # A padding position repeats the row's last key instead of reading block 0: no mask can undo a NaN in V.
-    slots = _slots(block_table[single], torch.minimum(key, lens - 1), shape.block_size)
-    ragged = any(seq_lens[row] != longest for row in single)
-    mask = (key < lens)[:, None, None] if ragged else None
-    tokens = torch.tensor([starts[row] for row in single], dtype=torch.int64, device=device)
-    return GatherPlan(tokens, slots, mask, chunks)
+    slots = _slots(block_table[rows], torch.minimum(key, lens - 1), shape.block_size)
+    keys = slots[:, None] * shape.num_kv_heads + torch.arange(shape.num_kv_heads, device=device)[:, None]
+    mask = (key < lens)[:, None, None] if any(seq_lens[row] != longest for row in rows) else None
+    return Singles(torch.tensor([starts[row] for row in rows], device=device), keys, mask)
 
 
 def _slots(table: torch.Tensor, key: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -102,29 +127,28 @@ def paged_attention(
     A padding row (one query, no key) yields zeros. Raises ValueError for tensors that do not fit each other.
     """
     check_attention(q, k_cache, v_cache, block_table, seq_lens, cu_q)
-    singles = plan.decode_tokens
-    if 0 < len(singles) == len(q):  # nothing to pick out and to put back
-        return _attend_singles(q, k_cache, v_cache, plan, scale)
+    if len(plan.singles) == 1 and len(plan.singles[0].tokens) == len(q):  # nothing to pick out and to put back
+        return _attend_singles(q, k_cache, v_cache, plan.singles[0], scale)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    if len(singles):
-        out[singles] = _attend_singles(q.index_select(0, singles), k_cache, v_cache, plan, scale)
+    for rows in plan.singles:
+        o = _attend_singles(q.index_select(0, rows.tokens), k_cache, v_cache, rows, scale)
+        out.index_copy_(0, rows.tokens, o)
     for start, q_len, slots in plan.chunks:
-        rows = slice(start, start + q_len)
-        out[rows] = cached_attention(q[rows], _gather(k_cache, slots), _gather(v_cache, slots), scale)
+        chunk = slice(start, start + q_len)
+        out[chunk] = cached_attention(q[chunk], _gather(k_cache, slots), _gather(v_cache, slots), scale)
     return out
 
 
 def _attend_singles(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: GatherPlan, scale: float
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: Singles, scale: float
 ) -> torch.Tensor:
-    """The rows with one query: q [R1, Hq, D] -> [R1, Hq, D]."""
+    """Rows with one query: q [R1, Hq, D] -> [R1, Hq, D]."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
     # The heads of a group become query rows of their KV head: each key is read once, and nothing is repeated.
     packed = q.reshape(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    k = _gather(k_cache, plan.decode_slots).transpose(1, 2)  # [R1, Hkv, S, D]
-    v = _gather(v_cache, plan.decode_slots).transpose(1, 2)
-    o = F.scaled_dot_product_attention(packed, k, v, attn_mask=plan.decode_mask, scale=scale)
+    k, v = _gather_heads(k_cache, rows.keys), _gather_heads(v_cache, rows.keys)  # [R1, Hkv, S, D]
+    o = F.scaled_dot_product_attention(packed, k, v, attn_mask=rows.mask, scale=scale)
     return o.reshape(-1, num_heads, head_dim)
 
 
@@ -134,6 +158,15 @@ def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         return cache[slots // cache.shape[1], slots % cache.shape[1]]
     flat = cache.view(-1, *cache.shape[2:])
     return flat.index_select(0, slots.flatten()).view(*slots.shape, *cache.shape[2:])
+
+
+def _gather_heads(cache: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The cache's vectors [R1, Hkv, S, D] at `keys`, side by side as the product with the queries wants them."""
+    _, block_size, num_kv_heads, head_dim = cache.shape
+    if not cache.is_contiguous():
+        slots = keys // num_kv_heads
+        return cache[slots // block_size, slots % block_size, keys % num_kv_heads]
+    return cache.view(-1, head_dim).index_select(0, keys.flatten()).view(*keys.shape, head_dim)
 
 
 def check_attention(

@@ -5,11 +5,12 @@ from typing import Any
 import torch
 
 from stages.s03_paged_kv.interpreted import interpreter as interpreter
+from stages.s07_cuda_graph.few_attention_cases import AttentionCase
 from stages.s07_cuda_graph.few_cases import LinearCase, RopeCase
 from stages.s07_cuda_graph.few_model_cases import ModelCase
 
 
-def case_error(case: LinearCase | RopeCase | ModelCase) -> float:
+def case_error(case: AttentionCase | LinearCase | RopeCase | ModelCase) -> float:
     return case.error(torch.device("cpu"))
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from stages.s01_forward.config import ModelConfig
 from stages.s01_forward.model import Model
@@ -14,6 +15,7 @@ from stages.s02_kv_cache.kv_store import KVStore
 from stages.s03_paged_kv.attention_plan import AttentionShape
 from stages.s03_paged_kv.context import PagedContext
 from stages.s03_paged_kv.ops import PagedOps
+from stages.s07_cuda_graph.few_attention_cases import AttentionCase, attention_cases
 from stages.s07_cuda_graph.few_cases import ALLOWED, EPS, LinearCase, RopeCase, relative_error, small_cases
 
 # In half precision both passes round after every operation, each in other places.
@@ -32,8 +34,10 @@ class ModelCase:
     def __str__(self) -> str:
         return f"forward_few {self.name}, {len(self.lens)} rows, {str(self.dtype).removeprefix('torch.')}"
 
-    def error(self, device: torch.device, ops: PagedOps | None = None) -> float:
-        """The larger one of logits and K/V, over the rows that are no padding."""
+    def error(
+        self, device: torch.device, ops: PagedOps | None = None, forward: Callable[..., Tensor] | None = None
+    ) -> float:
+        """The larger one of logits and K/V, over the rows that are no padding. `forward`: instead of `forward_few`."""
         from stages.s07_cuda_graph.few_rows import forward_few, logits_few
 
         draw = torch.Generator().manual_seed(len(self.lens))
@@ -59,7 +63,7 @@ class ModelCase:
             ))  # fmt: skip
         ids = torch.randint(self.config.vocab_size, (rows,), generator=draw).to(device)
         expected = model.logits(model(ids, last.to(device), contexts[0]))
-        out = logits_few(model, forward_few(model, ids, last.to(device), contexts[1]))
+        out = logits_few(model, (forward or forward_few)(model, ids, last.to(device), contexts[1]))
         real = (lens > 0).to(device)
         kv, kv_expected = contexts[1].store.data[:, :, 1:], contexts[0].store.data[:, :, 1:]
         return max(relative_error(out[real], expected[real]), relative_error(kv, kv_expected))
@@ -110,8 +114,9 @@ SHAPES = {  # hidden, intermediate, query and KV heads; head_dim is 128 in all
 }
 
 
-def large_cases() -> Iterator[LinearCase | RopeCase | ModelCase]:
-    """Every projection of the benchmark's models as a layer calls it, in bf16, and two layers of each."""
+def large_cases() -> Iterator[AttentionCase | LinearCase | RopeCase | ModelCase]:
+    """Every projection and the attention of the benchmark's models, mostly in bf16, and two layers of each."""
+    yield from attention_cases()
     for name, (hidden, inner, heads, kv_heads) in SHAPES.items():
         plain, qkv = name != "qwen3-0.6b", (heads + 2 * kv_heads) * 128
         calls = [(rows, torch.bfloat16) for rows in (1, 2, 5, 8, 9, 16)]
@@ -123,6 +128,10 @@ def large_cases() -> Iterator[LinearCase | RopeCase | ModelCase]:
             yield LinearCase(rows, inner, hidden, dtype, norm=True, glu=True)
             yield LinearCase(rows, hidden, inner, dtype, add=True)
             yield RopeCase(rows, heads, kv_heads, 128, dtype, normed=not plain)
+            old = (200, 31, 64, 0, 700, 5, 128, 90, 0)[:rows]
+            yield AttentionCase(old, heads, kv_heads, 128, dtype, normed=not plain)
+        for queries in (2, 4):
+            yield AttentionCase((200, 31, 64), heads, kv_heads, 128, torch.bfloat16, not plain, queries=queries)
         config = replace(
             TINY, vocab_size=1000, hidden_size=hidden, intermediate_size=inner, num_heads=heads, num_kv_heads=kv_heads,
             head_dim=128, qk_norm=not plain, qkv_bias=plain,
@@ -133,7 +142,7 @@ def large_cases() -> Iterator[LinearCase | RopeCase | ModelCase]:
                 yield ModelCase(name, config, lens, torch.float32)
 
 
-def run_case(case: LinearCase | RopeCase | ModelCase) -> tuple[str, float, float]:
+def run_case(case: AttentionCase | LinearCase | RopeCase | ModelCase) -> tuple[str, float, float]:
     """Runs a case on the GPU: (name, error, allowed)."""
     from stages.s07_cuda_graph.fused_ops import fused_ops
 

@@ -1,7 +1,7 @@
-"""The forward pass for few rows, one new token each: the model's layer, said in six or seven launches.
+"""The forward pass for few rows, one new token or a few each: the model's layer, said in five or six launches.
 
     qkv      W norm(x) + b                                            1
-    o        q/k norm, RoPE, KV write; attention; merge of splits     2 or 3
+    o        q/k norm, RoPE, KV write, attention; merge of splits     1 or 2
     x        x + W o                                                  1
     y        silu(gate norm(x)) * up norm(x)                          1
     x        x + W y                                                  1
@@ -20,56 +20,49 @@ from torch import Tensor
 from stages.s01_forward.model import MLP, DecoderLayer, Model
 from stages.s07_cuda_graph.skinny_linear import MOST_ROWS, pays, skinny_linear
 
-AHEAD_BYTES = 16 << 20  # a weight so large at most is brought into L2 by the launch in front: more would not fit
+AHEAD_BYTES = 16 << 20  # an output projection so large at most is brought into L2 while attention leaves memory idle
 
 
-def forward_few(model: Model, input_ids: Tensor, positions: Tensor, ctx: Any) -> Tensor:
-    """`Model.forward` for at most 16 rows of one new token each: input_ids, positions [R] int64 -> hidden [R, H].
+def forward_few(model: Model, input_ids: Tensor, positions: Tensor, ctx: Any, queries: int = 1) -> Tensor:
+    """`Model.forward` for at most 16 tokens, `queries` to a row at most: input_ids, positions [T] int64 -> [T, H].
 
     `ctx` is a PagedContext, or anything with its fields. Equal to the model's result up to rounding, which happens
     less often here. The embedding is an ordinary launch, so what was written before it is there for all that follow,
-    also before they wait: `rope_store` relies on that.
+    also before they wait: `few_attention` relies on that.
     """
-    residual = model.embed_tokens(input_ids)  # [R, H]; the layers add to it in place
+    residual = model.embed_tokens(input_ids)  # [T, H]; the layers add to it in place
     layers: list[Any] = list(model.layers)
-    for layer, following in zip(layers, [*layers[1:], None], strict=True):
-        o = attention(layer, residual, positions, model, ctx)  # [R, Hq * D]
+    for layer in layers:
+        o = attention(layer, residual, positions, model, ctx, queries)  # [T, Hq * D]
         o_proj, gate_up, down = layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj
-        skinny_linear(o, o_proj.weight, o_proj.bias, residual=residual, ahead=_small(gate_up.weight))
+        skinny_linear(o, o_proj.weight, o_proj.bias, residual=residual)
         y = skinny_linear(
             residual, gate_up.weight, gate_up.bias, norm_weight=layer.post_attention_layernorm.weight, eps=layer.eps,
-            glu=True, ahead=_small(down.weight),
-        )  # fmt: skip  # [R, I]
-        ahead = _small(following.self_attn.qkv_proj.weight) if following else None
-        skinny_linear(y, down.weight, down.bias, residual=residual, ahead=ahead)
+            glu=True,
+        )  # fmt: skip  # [T, I]
+        skinny_linear(y, down.weight, down.bias, residual=residual)
     return model.ops.rms_norm(residual, model.norm.weight, model.config.rms_norm_eps)
 
 
-def attention(layer: DecoderLayer, residual: Tensor, positions: Tensor, model: Model, ctx: Any) -> Tensor:
-    """residual [R, H] -> what attention found, [R, Hq * D], before the output projection."""
-    from stages.s07_cuda_graph.rope_store_kernel import rope_store
+def attention(layer: DecoderLayer, residual: Tensor, positions: Tensor, model: Model, ctx: Any, queries: int) -> Tensor:
+    """residual [T, H] -> what attention found, [T, Hq * D], before the output projection."""
+    from stages.s07_cuda_graph.few_attention import few_attention
 
-    attn = layer.self_attn
+    attn, o_weight = layer.self_attn, layer.self_attn.o_proj.weight
     qkv = skinny_linear(
         residual, attn.qkv_proj.weight, attn.qkv_proj.bias, norm_weight=layer.input_layernorm.weight, eps=layer.eps,
-        ahead=_small(attn.o_proj.weight),
+        ahead=o_weight if o_weight.nbytes <= AHEAD_BYTES else None,
     )  # fmt: skip
-    qkv = qkv.view(len(qkv), -1, attn.head_dim)  # [R, Hq + 2 Hkv, D]
-    q_norm, k_norm = (attn.q_norm.weight, attn.k_norm.weight) if attn.q_norm and attn.k_norm else (None, None)
-    keys, values = ctx.store.layer(attn.layer)  # [NB, BS, Hkv, D]
-    q = rope_store(qkv, q_norm, k_norm, model.cos, model.sin, positions, ctx.slots, keys, values, attn.eps)
-    o = ctx.ops.paged_attention(q, keys, values, ctx.block_table, ctx.seq_lens, ctx.cu_q, ctx.plan, ctx.scale)
-    return o.flatten(1)
+    norms = (attn.q_norm.weight, attn.k_norm.weight) if attn.q_norm and attn.k_norm else None
+    qkv = qkv.view(len(qkv), -1, attn.head_dim)  # [T, Hq + 2 Hkv, D]
+    angles, caches = (model.cos, model.sin), ctx.store.layer(attn.layer)  # caches: [NB, BS, Hkv, D]
+    return few_attention(qkv, norms, attn.eps, angles, positions, caches, ctx, queries).flatten(1)
 
 
 def logits_few(model: Model, hidden: Tensor) -> Tensor:
     """`model.logits`, hidden [N, H] -> [N, V], by whatever is faster for so many rows."""
     head = model.lm_head.weight
     return skinny_linear(hidden, head) if pays(len(hidden), *head.shape) else model.logits(hidden)
-
-
-def _small(weight: Tensor) -> Tensor | None:
-    return weight if weight.numel() * weight.element_size() <= AHEAD_BYTES else None
 
 
 def supports(model: Model) -> str | None:

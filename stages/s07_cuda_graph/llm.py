@@ -31,11 +31,12 @@ from stages.s07_cuda_graph.step import Step, few_rows, step_ops
 
 
 class LLM(PrefixLLM):
-    """Four switches, all on; on a CPU only the last has an effect.
+    """Four switches, all on; on a CPU there are no graphs, and `cpu_*.py` stand where kernels do on a GPU.
 
     graphs: replay each step as one CUDA graph; capture: record them "lazy", when a size is first met, or at "start".
-    fused: Triton kernels for what lies between the matrix products. few_rows: matrix-vector kernels for few rows, where
-    they were measured to pay. overlap: plan a step while the one before is computed.
+    fused: Triton kernels for what lies between the matrix products. few_rows: forward passes of their own for decode
+    steps of few rows and of many, where they were measured to pay. overlap: plan a step while the one before is
+    computed.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class LLM(PrefixLLM):
         shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, block_size, self.dtype.itemsize)
         blocks = -(-self.max_model_len // block_size)
         state = DeviceState(self.max_num_seqs, blocks, config.vocab_size, self.device)
-        few = few_rows(self.model) if self.kernels and self.few_rows else None
+        few = few_rows(self.model) if self.few_rows and (self.kernels or self.device.type == "cpu") else ()
         step = Step(self.model, self.ops, step_ops(self.kernels), store, shape, state, few)
         if not self.graphs or not has_kernels(self.device):
             return step, None

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, num_threads
 
+AHEAD_PIECE = tl.constexpr(4096)
+
 
 @triton.jit
 def tile_rows(N: tl.constexpr, BLOCK_N: tl.constexpr, GLU: tl.constexpr):
@@ -47,15 +49,17 @@ def load_row(pointers, col, K: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def fetch_ahead(ptr, BYTES: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Bring BYTES at ptr from memory into L2, each thread of the grid its share: a hint, nothing waits for it."""
+    """Bring BYTES at ptr from memory into L2: a hint, nothing waits for it. Each program asks for an equal share, in
+    pieces of AHEAD_PIECE bytes or more, one to a thread: many small ones would take longer than they save."""
     THREADS: tl.constexpr = num_threads()
-    SHARE: tl.constexpr = (BYTES + PROGRAMS * THREADS * 16 - 1) // (PROGRAMS * THREADS * 16) * 16
-    first = ptr.to(tl.int64)
-    start = first + (tl.program_id(0) * THREADS + tl.arange(0, THREADS)).to(tl.int64) * SHARE
+    SHARE: tl.constexpr = (BYTES // 16 + PROGRAMS - 1) // PROGRAMS * 16
+    PIECE: tl.constexpr = max((SHARE // 16 + THREADS - 1) // THREADS * 16, AHEAD_PIECE)
+    offset = tl.arange(0, THREADS) * PIECE
+    start = tl.program_id(0).to(tl.int64) * SHARE + offset
+    size = tl.minimum(tl.minimum(SHARE - offset, PIECE), BYTES // 16 * 16 - start).to(tl.int32)
     tl.inline_asm_elementwise(
-        "{ .reg .pred in; setp.le.s64 in, $1, $2; @in cp.async.bulk.prefetch.L2.global [$1], $3; mov.u32 $0, 0; }",
-        "=r,l,l,r", [start, first + (BYTES - SHARE), tl.full([THREADS], SHARE, tl.int32)],
-        dtype=tl.int32, is_pure=False, pack=1,
+        "{ .reg .pred some; setp.gt.s32 some, $2, 0; @some cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r", [ptr.to(tl.int64) + start, size], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 

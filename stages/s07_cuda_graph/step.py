@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from stages.s02_kv_cache.kv_store import KVStore
 from stages.s03_paged_kv.attention_plan import AttentionShape
 from stages.s03_paged_kv.context import PagedContext
 from stages.s03_paged_kv.ops import PagedOps
-from stages.s07_cuda_graph import sample_torch, step_inputs
+from stages.s07_cuda_graph import cpu_forward, sample_torch, step_inputs
 from stages.s07_cuda_graph.chunk_context import ChunkContext
 from stages.s07_cuda_graph.device_state import DeviceState
 from stages.s07_cuda_graph.padded_plan import ChunkPlan
@@ -65,16 +66,24 @@ class StepOutputs:
 class FewRows:
     """Another way through the model's weights, for decode steps of at most `most` rows."""
 
-    forward: Callable[[Model, Tensor, Tensor, PagedContext], Tensor]
+    forward: Callable[[Model, Tensor, Tensor, PagedContext, int], Tensor]  # the last: tokens of a row, at most
     logits: Callable[[Model, Tensor], Tensor]
     most: int
 
 
-def few_rows(model: Model) -> FewRows | None:
-    """`few_rows.py`, where it can serve this model."""
+def few_rows(model: Model) -> tuple[FewRows, ...]:
+    """`few_rows.py` and from there on `many_rows.py`, where they can serve this model; on a CPU `cpu_forward.py`."""
+    if model.embed_tokens.weight.device.type == "cpu":
+        return (FewRows(cpu_forward.forward, Model.logits, sys.maxsize),)
     from stages.s07_cuda_graph import few_rows as few
+    from stages.s07_cuda_graph import many_rows as many
 
-    return None if few.supports(model) else FewRows(few.forward_few, few.logits_few, few.most_rows(model))
+    if few.supports(model):
+        return ()
+    return (
+        FewRows(few.forward_few, few.logits_few, few.most_rows(model)),
+        FewRows(many.forward_many, Model.logits, many.MOST_ROWS),
+    )
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,7 @@ class Step:
     store: KVStore
     shape: AttentionShape
     state: DeviceState
-    few: FewRows | None = None
+    few: tuple[FewRows, ...] = ()  # the first that has room for a step's tokens serves it
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, plan: Any) -> StepOutputs:
@@ -101,9 +110,9 @@ class Step:
             self.shape.head_dim**-0.5,
         )  # fmt: skip
         size = inputs.size
-        few = self.few if size.queries and self.few and size.tokens <= self.few.most else None
+        few = next((few for few in self.few if size.queries and size.tokens <= few.most), None)
         if few:
-            hidden = few.forward(self.model, inputs.input_ids, inputs.positions, ctx)  # [T, H]
+            hidden = few.forward(self.model, inputs.input_ids, inputs.positions, ctx, size.queries)  # [T, H]
             logits = few.logits(self.model, hidden)  # [N, V]
         else:
             hidden = self.model(inputs.input_ids, inputs.positions, ctx)  # [T, H]

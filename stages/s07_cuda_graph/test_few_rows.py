@@ -10,6 +10,7 @@ import torch
 from stages.s01_forward.families import MoeConfig
 from stages.s01_forward.model import Model
 from stages.s07_cuda_graph.beforehand import beforehand
+from stages.s07_cuda_graph.few_attention_cases import attention_cases
 from stages.s07_cuda_graph.few_cases import ALLOWED, small_cases
 from stages.s07_cuda_graph.few_interpreted import case_error, run_skinny_linear
 from stages.s07_cuda_graph.few_model_cases import ALLOWED_MODEL, TINY, gpu_cases, model_cases
@@ -29,7 +30,7 @@ def pool(interpreted: ProcessPoolExecutor) -> ProcessPoolExecutor:
 
 @needs_triton
 @beforehand(lambda case: (case_error, case))
-@pytest.mark.parametrize("case", list(small_cases()), ids=str)
+@pytest.mark.parametrize("case", [*small_cases(), *attention_cases()], ids=str)
 def test_kernel_is_exact(answer, case):
     assert answer <= ALLOWED[case.dtype]
 
