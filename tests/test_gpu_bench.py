@@ -12,16 +12,37 @@ from torch._C._autograd import DeviceType
 from transformers import AutoModelForCausalLM
 
 from reference.bench import __main__ as bench
-from reference.bench import gpu, gpu_ablation, gpu_logits, peers, small_card, startup
-from reference.bench.gpu import summary
+from reference.bench import (
+    gpu,
+    gpu_ablation,
+    gpu_logits,
+    gpu_scaling,
+    lines,
+    peers,
+    small_card,
+    startup,
+    tables,
+    waiting,
+)
 from reference.bench.gpu_logits import HuggingFace, check_logits, recorded_logits
-from reference.bench.gpu_runs import Run, cut, cut_answers, forget, measurements, run_workload
+from reference.bench.gpu_parts import change_without
+from reference.bench.gpu_runs import Run, cut, cut_answers, forget, measurements, run_floor, run_workload
 from reference.bench.gpu_shapes import SHAPES, random_checkpoint
-from reference.bench.gpu_split import PARTS, measure_kernels, measure_split, plot_split, split_steps, union
+from reference.bench.gpu_split import loads_of, measure_kernels, measure_split, plot_split
+from reference.bench.gpu_steady import fill_store
+from reference.bench.gpu_step_times import PARTS, split_steps
 from reference.bench.harness import Measurement, Result
-from reference.bench.plots import grouped, stacked
+from reference.bench.plots import heat_map, stacked
 from reference.bench.provenance import ROOT, command
-from reference.bench.roofline import H200, Shape, generate_floor
+from reference.bench.roofline import (
+    H200,
+    Shape,
+    decode_floor,
+    decode_parts,
+    generate_floor,
+    prefill_floor,
+    prompt_parts,
+)
 from reference.bench.workloads import NAMES, workloads
 from stages.s01_forward.sampling_params import SamplingParams
 
@@ -83,7 +104,7 @@ class TestLogits:
 
     def test_one_wrong_decode_step_is_refused(self, checkpoint):
         """What is compared is what was sampled from, not what a second pass over the same ids would give."""
-        llm = engine(checkpoint)
+        llm = engine(checkpoint, few_rows=False)  # so that the model makes its logits itself
         step = llm.engine.runner.step
         logits_of, calls = step.model.logits, 0
 
@@ -138,15 +159,26 @@ class TestRuns:
         assert len(run.cycles) == len(run.steps) - 1
         assert sum(run.cycles) == pytest.approx(run.seconds - run.steps[0], rel=0.2)
 
+    def test_what_is_shared_is_read_once(self):
+        """Of 64 rows with 2,048 tokens in common, and with the 16 that are computed when the rest was found."""
+        work, shape = workloads()["shared_prefix"], Shape.from_config(SHAPES["qwen3-0.6b"])
+        decode = decode_parts(shape, H200, [2112] * 64, shared=2048)
+        assert decode["attention"] * H200.bandwidth == pytest.approx((2048 + 64 * 64) * 114_688)
+        assert decode["products"] == decode_parts(shape, H200, [2112] * 64)["products"]
+        floor = run_floor(work, 64 * 2096, shape, H200)
+        steps = 31 * sum(decode_parts(shape, H200, [2128] * 64, shared=2048).values())
+        assert floor - steps == pytest.approx(sum(prompt_parts(shape, H200, [(2096, 16)] * 64, shared=2048).values()))
+        assert run_floor(work, 0, shape, H200) > 3 * floor
+
     def test_the_best_run_is_held_against_the_floor(self):
         work, shape = workloads()["single"], Shape.from_config(SHAPES["qwen3-0.6b"])
-        runs = [Run(2.0, [1.0, 0.5], [0.3], 0), Run(1.0, [0.25, 0.5], [0.1], 7, replays=2)]
+        runs = [Run(2.0, [1.0, 0.5], [0.3], 7), Run(1.0, [0.25, 0.5], [0.1], 0, replays=2)]
         found = {each.name: each for each in measurements(work, runs, shape, H200)}
         assert (found["single"].median, found["single"].low, found["single"].high) == (512 / 1.5, 256, 512)
         assert found["single, best run"].median == 512
         assert found["single, best run"].roofline == generate_floor(shape, H200, [128], [512])
         assert found["single, outside the steps"].median == 0.25
-        assert found["single, prompt tokens found in the cache"].median == 7
+        assert found["single, prompt tokens found in the cache"].median == 0
         assert found["single, step, p50"].median == 375.0
         assert found["single, steps"].note == "2 of them were a graph"
 
@@ -172,22 +204,70 @@ class TestSplit:
         assert not {"schedule", "update"} & vars(llm.engine.scheduler).keys()
         assert "execute" not in vars(llm.engine.runner)
 
+    def test_loads_are_steps_of_one_kind(self):
+        """As many prompts as fill six steps; all rows halfway through the shortest answer; a prefix that is there."""
+        found = {load.name: load for name in NAMES for load in loads_of(workloads()[name], 8192)}
+        assert list(found) == [
+            "mixed, decode step", "mixed, step with prompts", "decode_heavy, decode step", "single, decode step",
+            "prefill, step with prompts", "shared_prefix, step with prompts", "shared_prefix, decode step",
+        ]  # fmt: skip
+        prompts = found["prefill, step with prompts"].work
+        assert len(prompts.prompts) == 24 and set(prompts.output_lens) == {1}
+        assert found["mixed, step with prompts"].work.prompt_tokens <= 6 * 8192
+        assert {len(prompt) for prompt in found["decode_heavy, decode step"].work.prompts} == {32 + 512}
+        shared = found["shared_prefix, step with prompts"]
+        assert len(shared.work.prompts) == 64 and [shared.shared(p) for p in shared.work.prompts[:2]] == [2096, 2048]
+
+    def test_floors_of_steps(self):
+        """A decode step of one row reads the weights; a full step of prompts computes."""
+        shape = Shape.from_config(SHAPES["qwen3-0.6b"])
+        (single,), (prefill,) = (loads_of(workloads()[name], 8192) for name in ("single", "prefill"))
+        floor = single.floor(shape, H200, 32)
+        assert (
+            sum(floor.values()) == decode_floor(shape, H200, [128 + 256 + 24])
+            and max(floor, key=floor.get) == "products"
+        )
+        floor = prefill.floor(shape, H200, 6)
+        lens = [2048] * 24
+        assert 6 * (floor["products"] + floor["attention"]) == pytest.approx(
+            prefill_floor(shape, H200, lens) + shape.head * 2 / H200.bandwidth, rel=1e-6
+        )
+
     def test_medians_of_decode_steps_and_their_picture(self, checkpoint):
         llm, work = engine(checkpoint), cut(workloads()["decode_heavy"], 4, 30)
-        found = measure_split(llm, work)
+        (load,) = loads_of(work, 512, 20)
+        fill_store(llm)
+        found = measure_split(llm, load, Shape.from_config(SHAPES["tiny"]), H200)
         assert [each.name.removeprefix("decode_heavy, decode step") for each in found] == [
-            "", *(f": host, {part}" for part in PARTS)
+            "", *(f": host, {part}" for part in PARTS), ": floor",
+            *(f": floor, {part}" for part in ("products", "attention", "sampling")),
         ]  # fmt: skip
-        assert found[0].note == "of 29 steps" and found[0].unit == "ms"
-        assert "launch" in plot_split(found, "title")._repr_svg_()
-        assert measure_kernels(llm, work) == []
-        prefill = measure_split(llm, cut(workloads()["prefill"], 2, 30))
-        assert prefill[0].name == "prefill, step" and prefill[0].note == "of 1 steps"
+        assert found[0].note == "of 20 steps" and found[0].unit == "ms"
+        pictures = plot_split(found, "title")
+        assert list(pictures) == ["host"] and "launch" in pictures["host"]._repr_svg_()
+        assert measure_kernels(llm, load, 1.0) == []
+        (load,) = loads_of(cut(workloads()["prefill"], 2, 30), 512)
+        prefill = measure_split(llm, load, Shape.from_config(SHAPES["tiny"]), None)
+        assert prefill[0].name == "prefill, step with prompts" and prefill[0].note == "of 1 steps"
         whole, *parts = [each.median for each in prefill]
         assert sum(parts) == pytest.approx(whole) and min(parts) > 0, "the tokens of the only step come a step later"
 
+    @each_engine
+    def test_a_filled_cache_spares_the_prompts(self, checkpoint, stage, options):
+        """Every row decodes in its first step; what is shared is found; ordinary books compute prompts again."""
+        llm = engine(checkpoint, stage, **options)
+        fill_store(llm)
+        for load in loads_of(cut(workloads()["shared_prefix"], 3, 100), 512, 4):
+            load.prepare(llm)
+            with split_steps(llm) as steps:
+                run = run_workload(llm, load.work)
+            first = next(step for step in steps if step.rows)
+            assert first.rows == 3 and first.decodes == load.decodes
+            assert run.reused == 96 + 32 + 32, "whole blocks: of the same prompt, and of the 36 tokens that are shared"
+            assert load.decodes or [load.shared(prompt) for prompt in load.work.prompts] == [96, 32, 32]
+
     def test_events_and_the_profiler_tell_of_the_gpu(self, checkpoint, monkeypatch):
-        """Stand-ins for both: events 2 ms apart, and in 8 steps of the profiler 16 ms of kernels, some at once."""
+        """Stand-ins for both: events 2 ms apart, and in 8 steps of the profiler 12 ms of kernels, some at once."""
         llm, work, clock = engine(checkpoint), cut(workloads()["single"], 1, 30), itertools.count()
 
         class Event:
@@ -213,27 +293,32 @@ class TestSplit:
                 profiled.append("stop")
 
             def events(self):
-                spans = [(1000 * n, 1000 * n + length) for n in range(16) for length in (1000, 500)]
-                kinds = [(DeviceType.CUDA, span) for span in spans] + [(DeviceType.CPU, (0, 90_000))]
+                ran = [(1000 * n, 1000 * n + length, name) for n in range(12) for length, name in KERNELS]
+                kinds = [(DeviceType.CUDA, each) for each in ran] + [(DeviceType.CPU, (0, 90_000, "aten::mm"))]
                 return [
-                    SimpleNamespace(device_type=k, time_range=SimpleNamespace(start=a, end=b)) for k, (a, b) in kinds
+                    SimpleNamespace(device_type=k, name=name, time_range=SimpleNamespace(start=a, end=b))
+                    for k, (a, b, name) in kinds
                 ]
 
+        KERNELS = ((500, "_norm_kernel"), (1000, "nvjet_sm90_tst"))
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: profiled.append("wait"))
         monkeypatch.setattr(torch.profiler, "profile", Profile)
+        (load,) = loads_of(work, 512, 20)
+        fill_store(llm)
+        load.prepare(llm)
         monkeypatch.setattr(llm, "device", torch.device("cuda"))
-        found = {each.name: each for each in measure_split(llm, work) + measure_kernels(llm, work)}
-        assert found["single, decode step: GPU"].median == 2.0
-        assert found["single, step with prompts: GPU"].note == "of 1 steps"
-        kernels = found["single, decode step: kernels"]
-        assert kernels.median == pytest.approx(16 / 8) and kernels.note.startswith("4 operations")
+        monkeypatch.setattr(type(load), "prepare", lambda *_: None)
+        some = measure_split(llm, load, Shape.from_config(SHAPES["tiny"]), None)
+        some += measure_kernels(llm, load, 2.0)
+        found = {each.name.partition(": ")[2]: each for each in some}
+        assert found["GPU"].median == 2.0 and found["idle"].median >= 0
+        assert found["GPU busy"].median == pytest.approx(12 / 8) and found["GPU busy"].note.startswith("3 operations")
+        assert found["products"].median == found["small"].median == pytest.approx(6 / 8)
+        assert found["products"].note == "nvjet_sm90_tst x1.5" and found["attention"].median == 0
+        assert found["gaps"].median == pytest.approx(0.5)
         assert profiled == ["wait", "wait", "start", "wait", "stop"]
-        assert "GPU" in plot_split(list(found.values()), "title")._repr_svg_()
-
-    def test_union(self):
-        assert union([(5, 6), (0, 2), (1, 3), (2.5, 2.75)]) == 4
-        assert union([]) == 0
+        assert all(part in plot_split(some, "title")["GPU"]._repr_svg_() for part in ("products", "nothing runs"))
 
 
 class TestPeers:
@@ -242,7 +327,7 @@ class TestPeers:
         sglang = result["qwen3-0.6b, decode_heavy, SGLang 0.5.17"]
         assert (sglang.repeats, sglang.unit) == (2, "tok/s") and round(sglang.high) == 34_249
         assert round(result["qwen3-0.6b, prefill, SGLang 0.5.17"].high) == 383_251
-        assert all(len(peers.peers(shape, name)) >= 2 for shape in gpu.ALL_SHAPES for name in NAMES)
+        assert all(len(peers.peers(shape, name)) >= 2 for shape in tables.SHAPES for name in NAMES)
 
     def test_the_best_of_them_counts(self):
         ratio, who = peers.against_best_peer("qwen2.5-1.5b", "single", 888.12)
@@ -256,19 +341,6 @@ class TestPeers:
         assert "**582**" not in table and "| **21,641** |" in rows["vLLM 0.25.1"]
         assert rows["ours / best peer"].split(" | ")[2:5] == ["0.92", "", "1.03"]
 
-    def test_summary_has_the_best_runs_beside_the_best_peers(self, tmp_path):
-        result = Result("s07_gpu_qwen2.5-7b", "")
-        result.measurements = [
-            Measurement("mixed, best run", 13_726.9, 13_726.9, 13_726.9, "tok/s", roofline=0.75),
-            Measurement.single("single, best run", 105.0, "tok/s"),
-        ]
-        result.save(tmp_path)
-        Result("s07_gpu_qwen2.5-7b_without_graphs", "", result.measurements).save(tmp_path)
-        found = summary(7, tmp_path).measurements
-        assert [each.name for each in found] == ["qwen2.5-7b, mixed", "qwen2.5-7b, single"]
-        assert found[0].roofline == 0.75 and found[0].note.startswith("**1.10** x vLLM 0.25.1 (12,479); ")
-        assert found[1].note.startswith("0.50 x SGLang")
-
 
 class TestFromEndToEnd:
     TRIAL = "--model-shape tiny --device cpu --kv-cache-mb 32 --requests 3 --tokens 24 --longest-check 17"
@@ -280,38 +352,72 @@ class TestFromEndToEnd:
         assert result["mixed, best run"].roofline is None
         assert result["mixed, prompt tokens found in the cache"].median == 0
         assert result["shared_prefix, steps"].median >= 24 and result["mixed, steps"].note == ""
-        split = Result.load("s06_split_tiny", tmp_path)
-        assert split["mixed, decode step: host, launch"].median > 0
-        assert (tmp_path / "s06_split_tiny.svg").is_file()
+        assert result["mixed, decode step: host, launch"].median > 0
+        assert (tmp_path / "s06_gpu_tiny_host.svg").is_file() and not (tmp_path / "s06_gpu_tiny_gpu.svg").exists()
 
     def test_all_workloads_of_stage_07(self, tmp_path):
-        gpu.main(f"{self.TRIAL} --stage 7 --all --runs 1 --without overlap fused --out {tmp_path}".split())
-        result = Result.load("s07_gpu_tiny_without_overlap_without_fused", tmp_path)
+        gpu.main(f"{self.TRIAL} --all --runs 1 --no-split --without overlap prefix_cache --out {tmp_path}".split())
+        result = Result.load("s07_gpu_tiny_without_overlap_without_prefix_cache", tmp_path)
         assert [name for name in NAMES if result[name].median > 0] == list(NAMES)
+        assert result["shared_prefix, prompt tokens found in the cache"].median == 0
 
-    def test_ablation_and_batch_sizes(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(gpu_ablation, "SWITCHES", ("graphs", "overlap"))
-        stepwise = {"eager": gpu_ablation.SWITCHES, "graph + overlap": ()}
-        monkeypatch.setattr(gpu_ablation, "STEPWISE", stepwise)
-        gpu.main(f"{self.TRIAL} --ablation --batch-sizes 1 3 --out {tmp_path}".split())
-        result = Result.load("s07_ablation_tiny", tmp_path)
-        assert len(result.measurements) == 3 * 3
+    def test_only_where_a_steps_time_goes(self, tmp_path):
+        gpu.main(f"{self.TRIAL} --workloads single --runs 0 --out {tmp_path}".split())
+        names = [each.name for each in Result.load("s07_gpu_tiny", tmp_path).measurements]
+        assert names[2] == "single, decode step" and not any("best run" in name for name in names)
+
+    def test_ablation(self, tmp_path):
+        gpu.main(f"{self.TRIAL} --ablation --parts graphs prefix_cache --out {tmp_path}".split())
+        result = Result.load("speed_ablation_tiny", tmp_path)
+        assert len(result.measurements) == 3 * 5
         assert result["mixed, everything"].note == "1.00 times the time"
-        assert result["single, without overlap"].median > 0
+        assert result["single, without graphs"].median > 0
+        assert (tmp_path / "speed_ablation_tiny.svg").is_file()
+        shown = tables.ablation("tiny", folder=tmp_path).splitlines()
+        assert [line.split(" | ")[0] for line in shown[2:]] == [
+            "| everything (tok/s)", "| without graphs", "| without prefix_cache"
+        ]  # fmt: skip
+
+    def test_batch_sizes(self, tmp_path, monkeypatch):
+        stepwise = {"eager": gpu_ablation.STEPWISE["eager"], "graph + overlap": ()}
+        monkeypatch.setattr(gpu_ablation, "STEPWISE", stepwise)
+        gpu.main(f"{self.TRIAL} --batch-sizes 1 3 --out {tmp_path}".split())
         result = Result.load("s07_batch_tiny", tmp_path)
         names = [each.name for each in result.measurements]
         assert names[:3] == ["eager, 1 rows", "eager, 3 rows", "graph + overlap, 1 rows"]
         assert all(each.unit == "ms" and each.repeats == 24 for each in result.measurements)
-        for name in ("ablation", "batch"):
-            assert (tmp_path / f"s07_{name}_tiny.svg").is_file()
+        assert (tmp_path / "s07_batch_tiny.svg").is_file()
+
+    def test_scaling(self, tmp_path):
+        """Room for 27 blocks: 8 requests that end with about 45 tokens fit, with about 64 not: served in turns."""
+        size = "--rows 1 8 --contexts 20 40 --requests 8 --kv-cache-mb 0.22"
+        gpu_scaling.main(f"--model-shape tiny --device cpu --longest-check 17 {size} --out {tmp_path}".split())
+        result = Result.load("speed_scaling_tiny", tmp_path)
+        assert result["8 rows, 20 tokens: rate"].median > 0 and result["1 rows, 40 tokens: step"].repeats == 32
+        assert result["8 rows, 40 tokens: no room"].median == 16 * (4 * 5 + 4 * 4)
+        assert 0 < result["8 rows, 40 tokens, too many: at once"].median <= 8
+        assert result["K/V of a token"].median == 512
+        rates = gpu_scaling.cells(result, "rate", (1, 8), (20, 40))
+        assert rates[1][1] is None and min(rates[0][0], rates[0][1], rates[1][0]) > 0
+        assert gpu_scaling.cells(result, "floor", (1, 8), (20, 40)) is None, "the floor of this machine is not known"
+        assert (tmp_path / "speed_scaling_tiny_rate.svg").is_file()
+
+    def test_waiting(self, tmp_path):
+        waiting.main(f"--queues 0 20 --running 4 --steps 10 --out {tmp_path}".split())
+        result = Result.load("speed_waiting", tmp_path)
+        names = [each.name for each in result.measurements]
+        assert names[0] == "4 running, 0 waiting: schedule"
+        assert "4 running, 20 waiting, seats but no blocks: update" in names
+        assert result["20 waiting: add"].repeats == 100
+        assert result["host memory of a waiting request"].median > 512 * 8
 
     def test_all_shapes_take_a_process_each(self, tmp_path, monkeypatch):
         calls = []
         monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(run=lambda command, check: calls.append(command)))
         gpu.main(["--model-shape", "all", "--device", "cpu", "--runs", "1", "--out", str(tmp_path)])
-        assert [call[4:6] for call in calls] == [["--model-shape", shape] for shape in gpu.ALL_SHAPES]
+        assert [call[4:6] for call in calls] == [["--model-shape", shape] for shape in tables.SHAPES]
         assert all(call[1:4] == ["-m", "reference.bench", "gpu"] and call[-4:-2] == ["--runs", "1"] for call in calls)
-        assert not list(tmp_path.iterdir()), "nothing was measured, so there is no summary"
+        assert not list(tmp_path.iterdir()), "the processes measure, nobody else"
 
     def test_startup(self, tmp_path, monkeypatch):
         monkeypatch.setattr(startup, "in_fresh_process", lambda function, *arguments: function(*arguments))  # to write
@@ -331,7 +437,7 @@ class TestFromEndToEnd:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("module", [gpu, startup, small_card])
+    @pytest.mark.parametrize("module", [gpu, gpu_scaling, startup, small_card])
     def test_without_a_gpu_it_says_how_to_try_the_rest(self, module, monkeypatch, capsys):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         with pytest.raises(SystemExit):
@@ -348,6 +454,28 @@ class TestRefusals:
         with pytest.raises(SystemExit):
             gpu.main(f"--model-shape tiny --device cpu --stage 6 {option}".split())
         assert "only stage 07" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("option", "error"), [("--rows 0 4", "--rows must be at least 1, got 0"), ("--contexts -3", "--contexts")]
+    )
+    def test_scaling_wants_rows_and_tokens(self, option, error, capsys):
+        with pytest.raises(SystemExit):
+            gpu_scaling.main(f"--model-shape tiny --device cpu {option}".split())
+        assert error in capsys.readouterr().err
+
+    def test_waiting_wants_a_queue(self, capsys):
+        with pytest.raises(SystemExit):
+            waiting.main(["--queues", "0"])
+        assert "--queues wants two" in capsys.readouterr().err
+
+    def test_a_part_that_is_gone_is_not_left_out_silently(self):
+        """If the engine gave it another name, every row of the ablation would be the whole engine."""
+        graphs = SimpleNamespace(chunks=True, captured={"a size": "its graph"})
+        llm = SimpleNamespace(engine=SimpleNamespace(runner=SimpleNamespace(graphs=graphs)))
+        change_without(llm, ["chunks"])
+        assert graphs.chunks is False and not graphs.captured
+        with pytest.raises(AttributeError, match="size_of"):
+            change_without(llm, ["mixed_graphs"])
 
     def test_small_card_wants_all_at_once(self, checkpoint, monkeypatch):
         """One stream fewer at a time than the check asks for."""
@@ -369,6 +497,74 @@ class TestRefusals:
         assert "SGLang 0.5.17" in capsys.readouterr().out
 
 
+def test_graphs_of_decode_steps_alone():
+    graphs = SimpleNamespace(size_of=lambda plan, queries: (plan, queries), captured={})
+    change_without(SimpleNamespace(engine=SimpleNamespace(runner=SimpleNamespace(graphs=graphs))), ["mixed_graphs"])
+    assert graphs.size_of("plan", 1) == ("plan", 1) and graphs.size_of("plan", 0) is None
+
+
+def test_the_way_for_few_rows_stays_where_that_for_many_goes(checkpoint):
+    llm = engine(checkpoint)
+    step = llm.engine.runner.step
+    vars(step)["few"] = ways = ("few", "many")
+    change_without(llm, ["many_rows"])
+    assert step.few == ways[:1]
+
+
+class TestTables:
+    def test_cells_have_the_share_of_the_floor_and_the_target(self, tmp_path):
+        result = Result("s07_gpu_qwen2.5-7b", "")
+        mixed = Measurement("mixed, best run", 13_726.9, 13_726.9, 13_726.9, "tok/s", roofline=0.75)
+        result.measurements = [mixed, Measurement.single("single, best run", 105.0, "tok/s")]
+        result.save(tmp_path)
+        rows = [line.split(" | ") for line in tables.cells(folder=tmp_path).splitlines()[2:]]
+        assert [row[1] for row in rows] == ["13,727 · **1.10**", "75%", "**13,700**", "12,882"]
+        assert [row[3] for row in rows] == ["105 · 0.50", "", "268", "259"]
+
+    def test_split_adds_up_beside_its_floor(self, tmp_path):
+        parts = {
+            "": 2.0, "GPU": 1.9, "GPU busy": 1.8, "products": 1.0, "attention": 0.5, "sampling": 0.1, "small": 0.15,
+            "other": 0.05, "gaps": 0.1, "idle": 0.1, "floor": 1.5, "floor, products": 0.9, "floor, attention": 0.5,
+            "floor, sampling": 0.1, **{f"host, {part}": 0.1 for part in PARTS},
+        }  # fmt: skip
+        result = Result("s07_gpu_qwen3-0.6b", "")
+        for part, value in parts.items():
+            name = "single, decode step" + (f": {part}" if part else "")
+            result.measurements.append(Measurement.single(name, value, "ms"))
+        result.save(tmp_path)
+        assert tables.split("qwen3-0.6b", folder=tmp_path).splitlines()[2] == (
+            "| qwen3-0.6b | single, decode step | 2 | 1 (0.9) | 0.5 (0.5) | 0.1 (0.1) | 0.15 | 0.05 | 0.1 | 0.1 | 0.4 "
+            "| 1.5 | 75% |"
+        )
+        assert tables.left("qwen3-0.6b", folder=tmp_path).splitlines()[2] == (
+            "| qwen3-0.6b | single, decode step | 25 | 5 | 0 | 0 | **10** | **10** |"
+        )
+
+    def test_names_of_tables(self, capsys):
+        tables.main(["lines"])
+        assert "lines of code" in capsys.readouterr().out
+        with pytest.raises(SystemExit):
+            tables.main(["sizes"])
+
+
+def test_lines_are_what_the_engine_imports(tmp_path):
+    """From the entry on, inside functions, too; no test, no comment, no docstring."""
+    stage = tmp_path / "stages" / "s01_forward"
+    stage.mkdir(parents=True)
+    (tmp_path / "stages" / "__init__.py").write_text("X = 1\n", encoding="utf-8")
+    (stage / "__init__.py").write_text('"""A stage."""\n', encoding="utf-8")
+    (stage / "llm.py").write_text(
+        '"""Two\nlines."""\n\nimport torch\n\n# why\ndef f():\n    """Doc."""\n'
+        "    from stages.s01_forward import layers  # late\n    return layers(\n        1\n    )\n",
+        encoding="utf-8",
+    )
+    (stage / "layers.py").write_text('import stages.s01_forward.llm\nTEXT = """\na\n"""\n', encoding="utf-8")
+    (stage / "test_layers.py").write_text("import stages.s01_forward.layers\n", encoding="utf-8")
+    found = lines.reachable("stages.s01_forward.llm", tmp_path)
+    assert {path.name for path in found} == {"llm.py", "layers.py", "__init__.py"}
+    assert [lines.code_lines((stage / name).read_text(encoding="utf-8")) for name in ("llm.py", "layers.py")] == [6, 4]
+
+
 def test_command_names_no_place_of_the_machine(monkeypatch, tmp_path):
     arguments = ["python", "-m", "reference.bench", "gpu", "--out", str(tmp_path), str(ROOT / "reference" / "x.json")]
     monkeypatch.setattr(sys, "orig_argv", arguments)
@@ -378,12 +574,19 @@ def test_command_names_no_place_of_the_machine(monkeypatch, tmp_path):
     assert command().endswith("x.json") and "reference" in command().split()[-1]
 
 
-def test_plots_of_parts_and_groups():
+def test_heat_map():
+    values = [[1.0, 2345.6], [None, 20.0]]
+    svg = heat_map(values, (1, 2), (256, 16_384), ("requests", "tokens", "ms"), "tiny")._repr_svg_()
+    assert all(text in svg for text in ("2,346", "16,384", "requests", "tiny: ms", ">20<"))
+    assert "ms" in heat_map([[3.0]], (1,), (1,), ("a", "b", "ms"), log=False)._repr_svg_(), "one cell has no range"
+    with pytest.raises(ValueError, match="2 rows of 1 values"):
+        heat_map(values, (1, 2), (256,), ("requests", "tokens", "ms"))
+    with pytest.raises(ValueError, match="at least one value"):
+        heat_map([[None]], (1,), (1,), ("a", "b", "ms"))
+
+
+def test_plots_of_parts():
     svg = stacked({"host": {"launch": 1.0, "wait": 2.0}, "GPU": {"GPU": 3.5}}, "ms")._repr_svg_()
     assert "launch" in svg and "3.5 ms" in svg
     with pytest.raises(ValueError, match="at least one row"):
         stacked({}, "ms")
-    bars = [Measurement.single("a", 1.0, "x"), Measurement.single("b", 0.25, "x")]
-    assert "0.25" in grouped({"one": bars, "two": bars})._repr_svg_()
-    with pytest.raises(ValueError, match="same bars"):
-        grouped({"one": bars, "two": bars[:1]})

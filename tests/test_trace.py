@@ -2,11 +2,14 @@
 
 import argparse
 import json
+import re
 
 import pytest
 
 from reference.bench import trace
 from reference.bench.harness import Result
+from reference.bench.kernel_kinds import OTHER, Ran, by_kind, kind_of, longest_names, shares, union
+from reference.bench.provenance import ROOT
 from reference.bench.trace import Event
 
 
@@ -48,22 +51,61 @@ def test_the_window_is_the_middle_and_begins_at_zero():
         ("host", "cudaGraphLaunch", "launch of a graph"),
         ("host", "cuLaunchKernelEx", "launch"),
         ("host", "cudaMemcpyAsync", "other"),
-        ("GPU", "nvjet_sm90_tst_384x8", "matrix product"),
-        ("GPU", "_rope_store_kernel", "attention, K/V"),
+        ("GPU", "nvjet_sm90_tst_384x8_64x16_4x1_v_bz_TNT", "products"),
+        ("GPU", "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>", "products"),
+        ("GPU", "void cublasLt::splitKreduce_kernel<32, 16>", "products"),
+        ("GPU", "one_row_kernel", "products"),
+        ("GPU", "few_rows_kernel", "products"),
+        ("GPU", "_attention_kernel", "attention"),
+        ("GPU", "_merge_kernel", "attention"),
+        ("GPU", "_chunk_kernel", "attention"),
+        ("GPU", "_rope_store_kernel", "small"),
+        ("GPU", "_store_kernel", "small"),
+        ("GPU", "_norm_kernel", "small"),
+        ("GPU", "_norm_rope_kernel", "small"),
+        ("GPU", "_silu_mul_kernel", "small"),
         ("GPU", "_filter_kernel", "sampling"),
-        ("GPU", "_norm_kernel", "other"),
+        ("GPU", "_race_kernel", "sampling"),
+        ("GPU", "_finish_kernel", "sampling"),
+        ("GPU", "_keep_kernel", "sampling"),
+        ("GPU", "_fill_kernel", "other"),
+        ("GPU", "_unpack_kernel", "other"),
+        ("GPU", "Memcpy DtoH (Device -> Pinned)", "other"),
+        ("GPU", "void at::native::vectorized_elementwise_kernel<8, at::native::FillFunctor>", "other"),
     ],
 )
 def test_kinds(row, name, kind):
-    assert trace.kind_of(name, trace.KINDS[row]) == kind
+    assert kind_of(name, trace.KINDS[row]) == kind
+
+
+def test_every_kernel_of_the_stage_has_a_kind():
+    """By its name in the source: what the profile calls it. Those that only move the state are `other`."""
+    kernels = set()
+    for path in (*(ROOT / "stages/s07_cuda_graph").glob("*kernel*.py"), *(ROOT / "stages/s03_paged_kv").glob("*.py")):
+        kernels |= set(re.findall(r"^def (\w+_kernel)\(", path.read_text(encoding="utf-8"), re.MULTILINE))
+    assert len(kernels) >= 14
+    assert {name for name in kernels if kind_of(name) == OTHER} <= {"_fill_kernel", "_unpack_kernel"}
+
+
+def test_time_in_which_several_run_counts_once_for_the_first():
+    """The norm waits behind the product for 4 of its 5 microseconds; a gap of 2 belongs to nobody."""
+    ran = [
+        Ran(6.0, 11.0, "_norm_kernel"),
+        Ran(0.0, 10.0, "nvjet_sm90"),
+        Ran(13.0, 14.0, "memcpy"),
+        Ran(1.0, 2.0, "_race"),
+    ]
+    assert shares(ran) == [10.0, 0.0, 1.0, 1.0]
+    assert by_kind(ran) == {"attention": 0.0, "sampling": 0.0, "small": 1.0, "products": 10.0, "other": 1.0}
+    assert longest_names(ran, "products") == [("nvjet_sm90", 10.0, 1)] and longest_names(ran, "attention") == []
+    assert union([each[:2] for each in ran]) == sum(by_kind(ran).values()) == 12.0
+    assert union([(5, 6), (0, 2), (1, 3), (2.5, 2.75)]) == 4 and union([]) == 0
 
 
 def test_a_picture_has_all_lines():
     drawn = trace.draw({"by one": trace.parse(chrome_trace()), "as one": trace.parse(chrome_trace())}, "Steps")
     svg = drawn._repr_svg_()
-    assert all(
-        text in svg for text in ("by one", "as one", "host", "GPU", "matrix product", "launch of a graph", "Steps")
-    )
+    assert all(text in svg for text in ("by one", "as one", "host", "GPU", "products", "launch of a graph", "Steps"))
 
 
 def test_the_command_runs(tmp_path, monkeypatch):

@@ -4,14 +4,19 @@ import importlib
 import sys
 
 NAMES = {
-    "gpu": "the five workloads on a GPU, ablation, batch sizes",
+    "cpu": "three workloads on a CPU, beside transformers and llama.cpp",
+    "gpu": "the table of one shape on a GPU: five workloads, where a step's time goes; ablation, batch sizes",
+    "gpu-scaling": "a decode step against running requests and context, and what memory holds",
     "gpu-server": "the server on a GPU: what HTTP costs, latencies by load",
     "gpu-speculative": "guessing ahead on a GPU: cost of verifying, gain by acceptance and by rows",
+    "lines": "lines of code of the engine, stage by stage",
     "peers": "other engines' figures and ours, as a table",
     "report": "a result as a table",
     "small-card": "a model in 5.1 GB of device memory",
     "startup": "from weights on disk to the first token, in a fresh process",
+    "tables": "what several results make together: cells, split, ablation, lines",
     "trace": "steady steps as the profiler saw them, and a picture",
+    "waiting": "what a long queue costs the host, without a model",
 }
 
 

@@ -1,49 +1,38 @@
-"""An engine of this course on a GPU, by the five workloads: `python -m reference.bench gpu --model-shape qwen3-0.6b`.
+"""The table of one shape on a GPU: `python -m reference.bench gpu --all`, or `--model-shape all` for three of them.
 
 Random bf16 weights of the real shape, made on the device. Before anything is timed, the engine's logits are compared
 with Hugging Face's, in the steps that are timed: prefill whole and in chunks, prefixes from the cache, decode, one row
 and many. That is the warm-up, too. Tokens are counted after every run. Results, written again after each run:
 
-- `<stage>_gpu_<shape>`: throughput, as a share of the machine's floor and against the best peer, and times of steps;
-- `<stage>_gpu_summary`: the best runs of all shapes that have a result, against the best peers;
-- `<stage>_split_<shape>`: where the time of a step goes, from runs of their own (`gpu_split.py`);
-- with `--ablation` or `--batch-sizes` instead: what each part of stage 07 is worth (`gpu_ablation.py`).
+- `<stage>_gpu_<shape>`: throughput of the five workloads, as a share of the machine's floor and against the best peer,
+  and times of steps; then where the time of a step goes, from runs of their own (`gpu_split.py`);
+- with `--ablation` or `--batch-sizes` instead: what each part of the engine is worth (`gpu_ablation.py`).
 """
 
 import argparse
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from reference.bench import gpu_ablation
+from reference.bench import gpu_ablation, tables
 from reference.bench.gpu_bench import Bench, prepared
 from reference.bench.gpu_logits import LENGTHS
-from reference.bench.gpu_runs import (
-    SWITCHES,
-    Run,
-    build,
-    cut,
-    cut_answers,
-    forget,
-    measurements,
-    run_workload,
-    what_counts,
-)
+from reference.bench.gpu_parts import PARTS
+from reference.bench.gpu_runs import Run, cut, forget, measurements, run_workload, what_counts
 from reference.bench.gpu_shapes import SHAPES
-from reference.bench.gpu_split import ANSWER, measure_kernels, measure_split, plot_split
+from reference.bench.gpu_split import loads_of, measure_kernels, measure_split, plot_split
+from reference.bench.gpu_steady import STEADY, fill_store
 from reference.bench.harness import RESULTS, Measurement, Result
-from reference.bench.peers import against_best_peer, our_rates, peers_table
+from reference.bench.peers import against_best_peer
 from reference.bench.report import markdown_table
-from reference.bench.roofline import H200, Shape
+from reference.bench.roofline import H200, Machine, Shape
 from reference.bench.workloads import NAMES, workloads
 from stages import stage_names
 
-PROFILED_WORKLOADS = {"decode_heavy", "single"}
-ALL_SHAPES = tuple(name for name in SHAPES if name != "tiny")
 EAGER = (
     "Eager steps launch every operation from Python, so a step takes as long as the host needs for its launches, "
     "however few tokens it computes: far from the floor in decode, nearer to it in prefill."
@@ -56,16 +45,15 @@ GRAPHS = (
 )
 
 
-def measure_workloads(bench: Bench) -> list[Path]:
-    """The five workloads. Returns the results' files."""
+def measure_workloads(bench: Bench) -> Path:
+    """Everything of one shape. Returns the result's file."""
     options, say, works = bench.options, bench.say, workloads()
     stage, shape_name = f"s{options.stage:02d}", options.model_shape
     name = "_without_".join([shape_name, *options.without])
     result = Result(f"{stage}_gpu_{name}", GRAPHS if options.stage >= 7 and "graphs" not in options.without else EAGER)
-    split = Result(f"{stage}_split_{name}", "")
     capture = {"capture": options.capture} if options.stage >= 7 else {}
     start = time.perf_counter()
-    llm = build(bench.folder, options, options.without, **capture)
+    llm = bench.build(options.without, **capture)
     run_workload(llm, cut(works["single"], None, 16))
     started = time.perf_counter() - start
     blocks = llm.engine.scheduler.cache.pool.num_blocks
@@ -78,11 +66,10 @@ def measure_workloads(bench: Bench) -> list[Path]:
     )
     result.measurements = [
         Measurement.single("largest relative error of the logits", agreement.ours, "", note=note),
-        Measurement.single("from the checkpoint to the first tokens", started, "s", note=f"{blocks} blocks of 16"),
+        Measurement.single("from weights in memory to the first tokens", started, "s", note=f"{blocks} blocks of 16"),
     ]
     shape = Shape.from_config(SHAPES[shape_name])
     machine = H200 if options.device == "cuda" and "H200" in torch.cuda.get_device_name() else None
-    files = []
     for name in options.workloads:
         work = cut(works[name], options.requests, options.tokens)
         runs: list[Run] = []
@@ -99,52 +86,43 @@ def measure_workloads(bench: Bench) -> list[Path]:
                 note = f"{peer[1]}, in {unit}"
                 found.append(Measurement.single(f"{name}, against the best peer", peer[0], "x", note=note))
             result.measurements = before + found
-            files = [result.save(options.out)]
+            result.save(options.out)
     if options.split:
-        cut_works = {
-            name: cut_answers(cut(works[name], options.requests, options.tokens), None, ANSWER)
-            for name in options.workloads
-        }
-        for name, work in cut_works.items():
-            if name != "shared_prefix":
-                forget(llm)
-            split.measurements += measure_split(llm, work)
-            path = split.save(options.out)
-        plot_split(split.measurements, f"A step of {shape_name}").save(options.out / f"{split.name}.svg")
-        for name in sorted(PROFILED_WORKLOADS & cut_works.keys()):
-            forget(llm)
-            split.measurements += measure_kernels(llm, cut_works[name])
-            path = split.save(options.out)
-        say("split")
-        files.append(path)
-    return files
+        add_split(bench, llm, result, shape, machine)
+    say("done")
+    return result.save(options.out)
 
 
-def run_shape(options: argparse.Namespace) -> list[Path]:
+def add_split(bench: Bench, llm: Any, result: Result, shape: Shape, machine: Machine | None) -> None:
+    """Where a step's time goes, into the same result, and a picture beside it; the profiler comes last of all."""
+    options, works = bench.options, workloads()
+    loads = [
+        load
+        for name in options.workloads
+        for load in loads_of(
+            cut(works[name], options.requests, options.tokens),
+            options.batched_tokens,
+            min(STEADY, options.tokens or STEADY),
+        )
+    ]
+    fill_store(llm)
+    parts = [measure_split(llm, load, shape, machine) for load in loads]
+    result.measurements += [each for some in parts for each in some]
+    result.save(options.out)
+    bench.say("split")
+    for load, some in zip(loads, parts, strict=True):
+        gpu = next((each.median for each in some if each.name == f"{load.name}: GPU"), 0.0)
+        result.measurements += measure_kernels(llm, load, gpu)
+    for side, picture in plot_split(result.measurements, f"A step of {options.model_shape}").items():
+        picture.save(options.out / f"{result.name}_{side.lower()}.svg")
+
+
+def run_shape(options: argparse.Namespace) -> Path:
     """One shape, in this process."""
-    with prepared(options) as bench:
-        if not (options.ablation or options.batch_sizes):
-            return measure_workloads(bench)
-        files = [gpu_ablation.measure_ablation(bench)] if options.ablation else []
-        return files + ([gpu_ablation.measure_batch_sizes(bench)] if options.batch_sizes else [])
-
-
-def summary(stage: int, folder: Path) -> Result:
-    """The best runs of all shapes that were measured, beside the best peer's; in bold where they are not slower."""
-    result = Result(f"s{stage:02d}_gpu_summary", "")
-    for shape in ALL_SHAPES:
-        name = f"s{stage:02d}_gpu_{shape}"
-        if not (folder / f"{name}.json").is_file():
-            continue
-        found = Result.load(name, folder)
-        for best in (each for each in found.measurements if each.name.endswith(", best run")):
-            workload = best.name.removesuffix(", best run")
-            peer = against_best_peer(shape, workload, best.median)
-            assert peer is not None, f"no peer was measured on {shape}, {workload}"
-            times = f"**{peer[0]:.2f}**" if peer[0] >= 1 else f"{peer[0]:.2f}"
-            note = f"{times} x {peer[1]}; {found.date}, commit {found.commit}"
-            result.measurements.append(replace(best, name=f"{shape}, {workload}", note=note))
-    return result
+    with prepared(options, write=False) as bench:
+        if options.ablation:
+            return gpu_ablation.measure_ablation(bench)
+        return gpu_ablation.measure_batch_sizes(bench) if options.batch_sizes else measure_workloads(bench)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -152,32 +130,32 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     if options.model_shape == "all":
         given = sys.argv[2:] if arguments is None and sys.argv[1:2] == ["gpu"] else (arguments or sys.argv[1:])
-        for shape in ALL_SHAPES:
+        for shape in tables.SHAPES:
             ours = [shape if each == "all" else each.replace("=all", f"={shape}") for each in given]
             subprocess.run([sys.executable, "-m", "reference.bench", "gpu", *ours], check=True)
     else:
-        for path in run_shape(options):
-            print(markdown_table(path))
+        print(markdown_table(run_shape(options)))
     if not (options.ablation or options.batch_sizes):
-        print(peers_table(our_rates(options.stage, options.out)))
-        if (found := summary(options.stage, options.out)).measurements:
-            found.save(options.out)
+        print(tables.cells(options.stage, options.out))
+        print(tables.split(stage=options.stage, folder=options.out))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m reference.bench gpu", description=__doc__)
     stages = [int(name[1:3]) for name in stage_names() if int(name[1:3]) >= 4]
-    parser.add_argument("--model-shape", choices=(*SHAPES, "all"), required=True)
+    parser.add_argument("--model-shape", choices=(*SHAPES, "all"), default="qwen3-0.6b")
     parser.add_argument("--stage", type=int, choices=stages, default=7, help="7: later ones add no speed here")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--workloads", nargs="+", choices=NAMES, default=NAMES)
-    which.add_argument("--all", action="store_const", dest="workloads", const=NAMES, help="all five (the default)")
-    parser.add_argument("--without", nargs="+", choices=SWITCHES, default=(), help="parts of stage 07 to switch off")
+    everything = "logits, all five workloads, and where a step's time goes (the default)"
+    which.add_argument("--all", action="store_const", dest="workloads", const=NAMES, default=NAMES, help=everything)
+    which.add_argument("--workloads", nargs="+", choices=NAMES, default=NAMES, help="only some of them")
+    which.add_argument("--ablation", action="store_true", help="instead: each part of the engine off, one at a time")
+    which.add_argument("--batch-sizes", type=int, nargs="+", help="instead: a decode step by the number of rows")
+    parser.add_argument("--without", nargs="+", choices=PARTS, default=(), help="parts of the engine to leave out")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=tuple(PARTS), help="of the ablation")
     parser.add_argument("--capture", choices=("start", "lazy"), default="start", help="when graphs are captured")
     parser.add_argument("--no-split", dest="split", action="store_false", help="leave out where a step's time goes")
-    parser.add_argument("--ablation", action="store_true", help="instead: each part of stage 07 off, one at a time")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", help="instead: a decode step by the number of rows")
-    parser.add_argument("--runs", type=int, default=2, help="runs of each workload")
+    parser.add_argument("--runs", type=int, default=2, help="of each workload; 0: only where a step's time goes")
     parser.add_argument("--until", type=float, default=float("inf"), help="no second run begins after so many seconds")
     parser.add_argument("--batched-tokens", type=int, default=8192, help="tokens of a step")
     parser.add_argument("--memory-share", type=float, default=0.7, help="of the GPU, for weights and cache")

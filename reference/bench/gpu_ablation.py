@@ -9,35 +9,39 @@ from pathlib import Path
 from typing import Any
 
 from reference.bench.gpu_bench import Bench
-from reference.bench.gpu_runs import SWITCHES, Run, build, cut, cut_answers, forget, run_workload, what_counts
+from reference.bench.gpu_runs import Run, cut, cut_answers, forget, run_workload, what_counts
+from reference.bench.gpu_steady import AFTER, STEADY, decode_load, made_up
 from reference.bench.harness import Measurement, Result, Timing
-from reference.bench.plots import grouped, lines
-from reference.bench.workloads import LARGEST_ID, Workload, workloads
+from reference.bench.plots import heat_map, lines
+from reference.bench.workloads import Workload, workloads
 
 EVERYTHING = "everything"
-# Requests and tokens of each answer: an eager step takes ten times as long, and shows it in a few hundred steps.
-SHORTENED = {"decode_heavy": (256, 256), "mixed": (128, 192), "single": (1, 256)}
+# Requests and tokens of each answer: an eager step takes ten times as long, and shows it in a hundred steps.
+SHORTENED = {
+    "decode_heavy": (256, 128), "mixed": (128, 128), "single": (1, 128), "prefill": (32, 1), "shared_prefix": (64, 32),
+}  # fmt: skip
 # What is left out. The few-row products are fused kernels, too.
 STEPWISE = {
-    "eager": SWITCHES,
+    "eager": ("graphs", "fused", "few_rows", "overlap"),
     "graph": ("fused", "few_rows", "overlap"),
     "graph + fused": ("overlap",),
     "graph + fused + overlap": (),
 }
+LONG = 2.0  # seconds of a run
 PROMPT = 256  # tokens, where the batch size varies
-STEADY, BEFORE, AFTER = 32, 8, 4  # decode steps that are timed, and those around them that are not
 
 
 def measure_ablation(bench: Bench) -> Path:
-    """Three short workloads through the whole engine, and through engines that lack one part. Returns the file."""
+    """Short workloads through the whole engine, and through engines that lack one part. Returns the file."""
     options = bench.options
     result = Result(
-        f"s{options.stage:02d}_ablation_{options.model_shape}",
+        f"speed_ablation_{options.model_shape}",
         "Without graphs the host launches a few hundred kernels per step and decides everything; without the fused "
         "kernels each step has twice as many, and activations cross memory more often; the few-row products matter to "
-        "`single` alone; without overlap the host's share of a step is added to the GPU's.",
+        "`single` alone; without overlap the host's share of a step is added to the GPU's. Graphs of steps with "
+        "prompts and the kernel for chunks matter where prompts are computed, the prefix cache where they begin alike.",
     )
-    variants = {EVERYTHING: (), **{f"without {switch}": (switch,) for switch in SWITCHES}}
+    variants = {EVERYTHING: (), **{f"without {part}": (part,) for part in options.parts}}
     works = {name: shortened(workloads()[name], options) for name in SHORTENED}
     seconds: dict[str, dict[str, float]] = {name: {} for name in works}
     for variant, without in variants.items():
@@ -47,21 +51,18 @@ def measure_ablation(bench: Bench) -> Path:
             unit, amount = what_counts(work)
             timing = Timing.of([run.seconds for run in runs])
             seconds[name][variant] = timing.min
-            slower = timing.min / seconds[name][EVERYTHING]
+            times = timing.min / seconds[name][EVERYTHING]
             result.measurements.append(
-                Measurement.rate(f"{name}, {variant}", timing, amount, unit, note=f"{slower:.2f} times the time")
+                Measurement.rate(f"{name}, {variant}", timing, amount, unit, note=f"{times:.2f} times the time")
             )
-            bench.say(f"{result.measurements[-1].name}: {timing.min:.3f} s, {slower:.2f} times {EVERYTHING}")
+            bench.say(f"{result.measurements[-1].name}: {timing.min:.3f} s, {times:.2f} times {EVERYTHING}")
         path = result.save(options.out)
         del llm
         bench.empty_device()
-    unit = "of the full engine"
-    shares = {
-        name: [Measurement.single(variant, each[EVERYTHING] / each[variant], unit) for variant in variants]
-        for name, each in seconds.items()
-    }
-    title = f"Throughput of {options.model_shape} with one part left out"
-    grouped(shares, title).save(options.out / f"{result.name}.svg")
+    left_out = [variant for variant in variants if variant != EVERYTHING]
+    slower = [[each[variant] / each[EVERYTHING] for each in seconds.values()] for variant in left_out]
+    labels = ("", "", "times the time of the whole engine")
+    heat_map(slower, left_out, list(seconds), labels, options.model_shape).save(options.out / f"{result.name}.svg")
     return path
 
 
@@ -91,7 +92,7 @@ def measure_batch_sizes(bench: Bench) -> Path:
 
 def checked_engine(bench: Bench, without: Sequence[str]) -> Any:
     """An engine without these parts, whose logits are Hugging Face's."""
-    llm = build(bench.folder, bench.options, without)
+    llm = bench.build(without)
     bench.check(llm, thorough=False)
     return llm
 
@@ -103,23 +104,25 @@ def shortened(work: Workload, options: Any) -> Workload:
 
 
 def timed_runs(llm: Any, work: Workload, launches: bool) -> list[Run]:
-    """Two runs after one that captures every graph; of an engine without graphs one run after a short one."""
-    run_workload(llm, cut_answers(work, None, 4) if launches else work)
+    """Two runs, or one long one, after one that captures every graph; of an engine without graphs after a short one.
+
+    Prefixes are found in `shared_prefix` alone, where the first run has left them.
+    """
+    first = run_workload(llm, cut_answers(work, None, 4) if launches else work)
     runs = []
-    for _ in range(1 if launches else 2):
-        forget(llm)
+    for _ in range(1 if launches or first.seconds > LONG else 2):
+        if work.name != "shared_prefix":
+            forget(llm)
         runs.append(run_workload(llm, work))
     return runs
 
 
 def steady_step(llm: Any, rows: int, name: str, options: Any) -> Measurement:
     """Median of the time from the end of a step to the end of the next, while `rows` answers grow together."""
-    steady = min(STEADY, options.tokens or STEADY)
-    prompt = [number % LARGEST_ID for number in range(min(PROMPT, options.tokens or PROMPT))]
-    prompts = tuple((first, *prompt) for first in range(rows))
-    work = Workload("steady", "one decode step", prompts, (BEFORE + steady + AFTER,) * rows)
-    for answer in (BEFORE, None):  # the first run captures
-        forget(llm)
-        run = run_workload(llm, cut_answers(work, None, answer))
+    steady, length = min(STEADY, options.tokens or STEADY), min(PROMPT, options.tokens or PROMPT)
+    work = decode_load("steady", [made_up(length, row) for row in range(rows)], steady)
+    run_workload(llm, cut_answers(work, None, 8))  # captures
+    forget(llm)
+    run = run_workload(llm, work)
     timing = Timing.of([1000 * seconds for seconds in run.cycles[-steady - AFTER : -AFTER]])
     return replace(Measurement.of_timing(name, timing), unit="ms")

@@ -1,10 +1,10 @@
-"""What the measurements of one process share: the checkpoint, Hugging Face's model of it, the options, the clock."""
+"""What the measurements of one process share: the weights, Hugging Face's model of it, the options, the clock."""
 
 import argparse
 import gc
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,12 @@ from typing import Any
 import torch
 
 from reference.bench.gpu_logits import BUDGET, LENGTHS, MANY, TOKENS, Agreement, HuggingFace, check_logits
-from reference.bench.gpu_shapes import random_checkpoint
+from reference.bench.gpu_runs import build, replaced
+from reference.bench.gpu_shapes import random_checkpoint, random_model
+from stages.s01_forward import frontend
+from stages.s01_forward.config import ModelConfig
+from stages.s01_forward.loader import checkpoint_slots
+from stages.s01_forward.model import Model
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,20 @@ class Bench:
     def say(self, text: str) -> None:
         """Progress, with the seconds since the start."""
         print(f"{time.perf_counter() - self.began:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+    def build(self, without: Sequence[str] = (), **others: Any) -> Any:
+        """`build`, with Hugging Face's weights, which lie on the device already: nothing is read from a disk."""
+        with replaced(frontend, load_model=self.copied_model):
+            return build(self.folder, self.options, without, **others)
+
+    def copied_model(self, folder: Path, config: ModelConfig, *, dtype: str, progress: bool, **where: Any) -> Model:
+        """In place of `load_model`."""
+        del folder, progress
+        model, weights = Model(config, dtype=getattr(torch, dtype), **where), dict(self.theirs.model.named_parameters())
+        with torch.no_grad():
+            for name, slot in checkpoint_slots(model):
+                slot.copy_(weights[name])
+        return model
 
     def check(self, llm: Any, thorough: bool = True) -> Agreement:
         """The engine's logits. If not thorough: short prompts only."""
@@ -53,12 +72,12 @@ class Bench:
 
 
 @contextmanager
-def prepared(options: argparse.Namespace) -> Iterator[Bench]:
-    """A checkpoint of the shape, in a folder that is there until the block ends."""
-    began = time.perf_counter()
+def prepared(options: argparse.Namespace, write: bool = True) -> Iterator[Bench]:
+    """Random weights of the shape; with a checkpoint of them if `write`, in a folder that is there until the end."""
+    began, make = time.perf_counter(), random_checkpoint if write else random_model
     with TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch) / "model"
-        theirs = HuggingFace(random_checkpoint(options.model_shape, folder, options.device))
+        theirs = HuggingFace(make(options.model_shape, folder, options.device))
         bench = Bench(options, folder, theirs, began)
-        bench.say("the checkpoint is written")
+        bench.say("the weights are there")
         yield bench

@@ -11,26 +11,32 @@ from typing import Any
 
 import numpy as np
 
+from reference.bench.gpu_parts import change_without, options_without
 from reference.bench.harness import Measurement, Timing
-from reference.bench.roofline import Machine, Shape, generate_floor
-from reference.bench.workloads import Workload
+from reference.bench.roofline import Machine, Shape, decode_parts, generate_floor, prompt_parts
+from reference.bench.workloads import Workload, common_prefix
 from stages import stage_names
 from stages.s01_forward.sampling_params import SamplingParams
 
 TEMPERATURE = 0.6
 MAX_MODEL_LEN, MAX_NUM_SEQS = 4096, 256
-SWITCHES = ("graphs", "fused", "few_rows", "overlap")  # the parts of stage 07 that can be left out
 
 
 def build(folder: Path, options: argparse.Namespace, without: Sequence[str] = (), **others: Any) -> Any:
-    """The stage's `LLM` with a cache as large as the memory share allows, and room for every workload."""
+    """The stage's `LLM` with a cache as large as the memory share allows, and room for every workload.
+
+    without: of `PARTS`, those that are left out. others: options of `LLM`.
+    """
     name = next(name for name in stage_names() if name.startswith(f"s{options.stage:02d}_"))
     llm_class = importlib.import_module(f"stages.{name}.llm").LLM
     memory = {"kv_cache_mb": options.kv_cache_mb} if options.kv_cache_mb else {"memory_share": options.memory_share}
-    return llm_class(
-        folder, device=options.device, dtype="bfloat16", max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=options.batched_tokens, **memory, **dict.fromkeys(without, False), **others,
-    )  # fmt: skip
+    usual = {
+        "max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": options.batched_tokens,
+    }  # fmt: skip
+    chosen = usual | memory | options_without(without) | others
+    llm = llm_class(folder, device=options.device, dtype="bfloat16", **chosen)
+    change_without(llm, without)
+    return llm
 
 
 def forget(llm: Any) -> None:
@@ -104,18 +110,12 @@ def run_workload(llm: Any, work: Workload) -> Run:
 
 
 def measurements(work: Workload, runs: Sequence[Run], shape: Shape, machine: Machine | None) -> list[Measurement]:
-    """Throughput of all runs, the best of them as a share of the machine's floor, and how long its steps took.
-
-    `shared_prefix` has no floor here: how much of it must be computed depends on what the cache holds.
-    """
+    """Throughput of all runs, the best of them as a share of the machine's floor, and how long its steps took."""
     unit, amount = what_counts(work)
     timing = Timing.of([run.seconds for run in runs])
     best = min(runs, key=lambda run: run.seconds)
     times = ", ".join(f"{run.seconds:.3f}" for run in runs)
-    lens = [len(prompt) for prompt in work.prompts]
-    floor = None
-    if machine is not None and work.name != "shared_prefix":
-        floor = generate_floor(shape, machine, lens, work.output_lens)
+    floor = run_floor(work, best.reused, shape, machine) if machine is not None else None
     name, milliseconds = work.name, 1000 * np.array(best.steps)
     found = [
         Measurement.rate(name, timing, amount, unit, note=f"runs of {times} s"),
@@ -133,6 +133,19 @@ def measurements(work: Workload, runs: Sequence[Run], shape: Shape, machine: Mac
         found.append(Measurement.single(f"{name}, step, p{share}", float(step), "ms"))
         found.append(Measurement.single(f"{name}, time to first token, p{share}", float(ttft), "s"))
     return found
+
+
+def run_floor(work: Workload, reused: int, shape: Shape, machine: Machine) -> float:
+    """Seconds of a run at least, in which so many prompt tokens were found in the cache."""
+    lens, shared = [len(prompt) for prompt in work.prompts], common_prefix(work)
+    if not reused:
+        return generate_floor(shape, machine, lens, work.output_lens)
+    found = reused // len(lens)
+    seconds = sum(prompt_parts(shape, machine, [(found, n - found) for n in lens], shared=shared).values())
+    for step in range(1, max(work.output_lens)):
+        running = [p + step for p, n in zip(lens, work.output_lens, strict=True) if n > step]
+        seconds += sum(decode_parts(shape, machine, running, shared=shared).values())
+    return seconds
 
 
 def through_graphs(run: Run) -> str:

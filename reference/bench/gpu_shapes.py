@@ -46,8 +46,8 @@ CPU_SHAPES: dict[str, dict[str, Any]] = {  # for benchmarks on a CPU that cannot
 }  # fmt: skip
 
 
-def random_checkpoint(shape: str, folder: Path, device: str, seed: int = 0) -> Any:
-    """Write a bf16 checkpoint of the shape into `folder`, and return Hugging Face's model of it, on the device."""
+def random_model(shape: str, folder: Path, device: str, seed: int = 0) -> Any:
+    """Write the shape's `config.json` into `folder`, and return Hugging Face's bf16 model of it, on the device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,6 +64,12 @@ def random_checkpoint(shape: str, folder: Path, device: str, seed: int = 0) -> A
                 weight.normal_(0.0, 0.1, generator=generator)
             else:
                 weight.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
+    return model
+
+
+def random_checkpoint(shape: str, folder: Path, device: str, seed: int = 0) -> Any:
+    """The same, and the weights are written, too: a checkpoint that can be loaded."""
+    model = random_model(shape, folder, device, seed)
     with quiet_bars():
         model.save_pretrained(folder)
     return model

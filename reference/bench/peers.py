@@ -73,10 +73,11 @@ def our_rates(stage: int, folder: Path = RESULTS) -> dict[str, dict[str, float]]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print the table of the newest stage that has results."""
+    """Print the table of the newest stage that ran the workloads."""
     del arguments
     stages = {int(path.name[1:3]) for path in RESULTS.glob("s[0-9][0-9]_gpu_*.json")}
-    print(peers_table(our_rates(max(stages))))
+    rates = {stage: our_rates(stage) for stage in stages}
+    print(peers_table(rates[max(stage for stage in stages if any(rates[stage].values()))]))
 
 
 if __name__ == "__main__":

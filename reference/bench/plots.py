@@ -1,7 +1,10 @@
-"""Plots of results: bars for a comparison, lines for a sweep. They return a `Picture`; `.save("x.svg")` writes it."""
+"""Plots of results: bars, lines for a sweep, a map for two. They return a `Picture`; `.save("x.svg")` writes it."""
 
 from collections.abc import Mapping, Sequence
 
+import matplotlib
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter
 
 from reference.bench.harness import Measurement
@@ -97,28 +100,45 @@ def stacked(rows: Mapping[str, Mapping[str, float]], unit: str, title: str = "")
     return picture
 
 
-def grouped(groups: Mapping[str, Sequence[Measurement]], title: str = "") -> Picture:
-    """Bars side by side: a group per entry, in it the bars of its measurements, named once for all groups.
+def heat_map(
+    values: Sequence[Sequence[float | None]],
+    rows: Sequence[object],
+    columns: Sequence[object],
+    labels: tuple[str, str, str],
+    title: str = "",
+    log: bool = True,
+) -> Picture:
+    """A cell for each of `values` [rows][columns], with its figure; None: an empty one. labels: rows, columns, values.
+
+    log: colours by the logarithm.
 
     Raises:
-        ValueError: The groups have not the same bars, or units differ.
+        ValueError: The values have another shape, or there is none.
     """
-    names = {tuple(each.name for each in group) for group in groups.values()}
-    units = {each.unit for group in groups.values() for each in group}
-    if len(names) != 1 or len(units) != 1:
-        raise ValueError(f"groups need the same bars of one unit, got {sorted(names)} in {sorted(units)}")
-    unit, bars_of_each = units.pop(), names.pop()
-    picture = Picture(height=3.8)
+    if [len(row) for row in values] != [len(columns)] * len(rows):
+        raise ValueError(
+            f"{len(rows)} rows of {len(columns)} values each are wanted, got {[len(row) for row in values]}"
+        )
+    known = [value for row in values for value in row if value is not None]
+    if not known:
+        raise ValueError("a heat map needs at least one value, got none")
+    picture = Picture(width=2.0 + len(columns), height=1.3 + 0.42 * len(rows))
     ax = picture.axes_grid()[0, 0]
-    width = 0.84 / len(bars_of_each)
-    for index, name in enumerate(bars_of_each):
-        at = [number + (index - (len(bars_of_each) - 1) / 2) * width for number in range(len(groups))]
-        heights = [group[index].median for group in groups.values()]
-        ax.bar(at, heights, width=0.92 * width, color=colour(index), label=name)
-        for x, height in zip(at, heights, strict=True):
-            ax.text(x, height, f"{height:.3g}", ha="center", va="bottom", color=GREY, fontsize=8)
-    ax.set_xticks(range(len(groups)), list(groups))
-    ax.set_ylabel(unit)
-    ax.set_title(title)
-    picture.legend(loc="outside lower center", ncols=3, labelcolor=GREY, framealpha=0)
+    scale = LogNorm(min(known), max(known) * (1 + 1e-9)) if log else Normalize(min(known), max(known))
+    shades = matplotlib.colormaps["viridis"]
+    for y, row in enumerate(values):
+        for x, value in enumerate(row):
+            shade = (0.5, 0.5, 0.5, 0.15) if value is None else shades(scale(value))
+            ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=shade, linewidth=0))
+            if value is not None:
+                dark = sum(weight * part for weight, part in zip((0.3, 0.59, 0.11), shade[:3], strict=True)) < 0.5
+                text = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+                ax.text(x, y, text, ha="center", va="center", fontsize=8, color="white" if dark else "black")
+    ax.set_xlim(-0.5, len(columns) - 0.5)
+    ax.set_ylim(-0.5, len(rows) - 0.5)
+    ax.set_xticks(range(len(columns)), [f"{each:,}" if isinstance(each, int) else str(each) for each in columns])
+    ax.set_yticks(range(len(rows)), [f"{each:,}" if isinstance(each, int) else str(each) for each in rows])
+    ax.set_ylabel(labels[0])
+    ax.set_xlabel(labels[1])
+    ax.set_title(f"{title}: {labels[2]}" if title else labels[2])
     return picture

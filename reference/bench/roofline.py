@@ -84,12 +84,44 @@ class Machine:
 H200 = Machine(bandwidth=4.3e12, flops=7.0e14)  # measured: device copy, bf16 matmul
 
 
+def decode_parts(
+    shape: Shape, machine: Machine, context_lens: Sequence[int], width: int = 2, shared: int = 0
+) -> dict[str, float]:
+    """Seconds of one decode step by what takes them: one row per entry of `context_lens` (tokens in its cache).
+
+    shared: tokens with which all of them begin, whose K/V need be read once only.
+    """
+    rows, weights = len(context_lens), shape.body + shape.head
+    read = sum(context_lens) - shared * (rows - 1)
+    return {
+        "products": max(weights * width / machine.bandwidth, 2 * weights * rows / machine.flops),
+        "attention": read * shape.kv_bytes(width) / machine.bandwidth,
+        "sampling": rows * shape.vocab * width / machine.bandwidth,
+    }
+
+
+def prompt_parts(
+    shape: Shape, machine: Machine, spans: Sequence[tuple[int, int]], width: int = 2, shared: int = 0
+) -> dict[str, float]:
+    """Seconds of steps that compute prompts to their ends, each of them (tokens in the cache before, new tokens).
+
+    shared: as in `decode_parts`.
+    """
+    tokens, rows = sum(new for _, new in spans), len(spans)
+    pairs = sum(new * (start + new / 2) for start, new in spans)  # of a query and a key that it sees
+    body = max(shape.body * width / machine.bandwidth, 2 * shape.body * tokens / machine.flops)
+    head = max(shape.head * width / machine.bandwidth, 2 * shape.head * rows / machine.flops)
+    read = (sum(start + new for start, new in spans) - shared * (rows - 1)) * shape.kv_bytes(width) / machine.bandwidth
+    return {
+        "products": body + head,
+        "attention": max(4 * shape.layers * shape.heads * shape.head_dim * pairs / machine.flops, read),
+        "sampling": rows * shape.vocab * width / machine.bandwidth,
+    }
+
+
 def decode_floor(shape: Shape, machine: Machine, context_lens: Sequence[int], width: int = 2) -> float:
     """Seconds of one decode step with one row per entry of `context_lens` (tokens in each row's cache)."""
-    rows, weights = len(context_lens), shape.body + shape.head
-    gemm = max(weights * width / machine.bandwidth, 2 * weights * rows / machine.flops)
-    cache = sum(context_lens) * shape.kv_bytes(width) / machine.bandwidth
-    return gemm + cache + rows * shape.vocab * width / machine.bandwidth
+    return sum(decode_parts(shape, machine, context_lens, width).values())
 
 
 def prefill_floor(shape: Shape, machine: Machine, prompt_lens: Sequence[int], width: int = 2) -> float:

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from matplotlib.patches import Patch
 
+from reference.bench import kernel_kinds
 from reference.bench.fresh import in_fresh_process, write_checkpoint
 from reference.bench.gpu_shapes import SHAPES
-from reference.bench.gpu_split import union
 from reference.bench.harness import RESULTS, Measurement, Result
+from reference.bench.kernel_kinds import OTHER, kind_of, union
 from reference.bench.report import markdown_table
 from reference.picture import GREY, Picture, colour
 
@@ -29,13 +30,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 KINDS: dict[str, dict[str, tuple[str, ...]]] = {  # by words in their names
     "host": {"launch": ("LaunchKernel",), "launch of a graph": ("GraphLaunch",), "wait": ("Synchronize",)},
-    "GPU": {
-        "matrix product": ("one_row", "few_rows", "gemm", "gemv", "nvjet", "cutlass", "splitK"),
-        "attention, K/V": ("attention", "merge", "store"),
-        "sampling": ("race", "finish", "filter", "sort", "scan", "keep"),
-    },
+    "GPU": kernel_kinds.KINDS,
 }
-OTHER = "other"
 
 
 class Event(NamedTuple):
@@ -118,11 +114,6 @@ def window(events: Events) -> Events:
         kind: [Event(round(e.start - began, 3), e.length, e.name[:60]) for e in some if 0 <= e.start - began < WINDOW]
         for kind, some in events.items()
     }
-
-
-def kind_of(name: str, kinds: dict[str, tuple[str, ...]]) -> str:
-    """The kind whose words the name contains."""
-    return next((kind for kind, words in kinds.items() if any(word in name for word in words)), OTHER)
 
 
 def draw(variants: dict[str, Events], title: str) -> Picture:

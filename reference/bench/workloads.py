@@ -1,6 +1,7 @@
 """The five workloads by which engines are compared. One generator draws them all, so everybody has the same ids."""
 
 import functools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -25,6 +26,11 @@ class Workload:
     @property
     def output_tokens(self) -> int:
         return sum(self.output_lens)
+
+
+def common_prefix(work: Workload) -> int:
+    """Tokens with which all prompts of several begin."""
+    return len(os.path.commonprefix(work.prompts)) if len(work.prompts) > 1 else 0
 
 
 @functools.cache
