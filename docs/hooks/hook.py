@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from typing import Any
@@ -30,14 +31,25 @@ LESSON_SECTIONS = [
 PICTURES = (".svg", ".png")
 
 
-def result(name: str) -> str:
-    """A result file as a Markdown table, made by the same function as the benchmark's own report."""
+def our_module(name: str) -> Any:
+    """A module of the benchmarks that makes tables: standard library only."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
-    from reference.bench.report import markdown_table
+    return importlib.import_module(f"reference.bench.{name}")
 
+
+def result(name: str) -> str:
+    """A result file as a Markdown table, made by the same function as the benchmark's own report."""
     read(f"reference/results/{name}.json")
-    return markdown_table(ROOT / "reference" / "results" / f"{name}.json").rstrip()
+    return our_module("report").markdown_table(ROOT / "reference" / "results" / f"{name}.json").rstrip()
+
+
+def table(name: str, *shapes: str) -> str:
+    """A table that several results make together."""
+    tables = our_module("tables").TABLES
+    if name not in tables:
+        raise IncludeError(f"no table {name!r}; there are {', '.join(tables)}")
+    return tables[name](*shapes)
 
 
 def plot_for(page: Page) -> Any:
@@ -68,6 +80,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
                 raise IncludeError(f"the sections of a lesson are {LESSON_SECTIONS}, found {found}")
             if missing := missing_checks(markdown, match[1]):
                 raise IncludeError(f"there is no check {', '.join(missing)}")
-        return expand(markdown, KINDS | {"result": result, "plot": plot_for(page)})
+        return expand(markdown, KINDS | {"result": result, "table": table, "plot": plot_for(page)})
     except IncludeError as error:
         raise PluginError(f"{source}: {error}") from error

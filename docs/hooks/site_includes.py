@@ -6,6 +6,7 @@ Standard library only. A directive stands alone on a line of a page, `{{ KIND AR
     {{ diff stages/s01_forward/llm.py stages/s02_kv_cache/llm.py }}   unified diff, folded
     {{ exercises 01 }}   {{ exercises 03 03.1 03.2 }}   from the stage's exercises.toml; only some of them
     {{ result NAME }}   table of reference/results/NAME.json
+    {{ table NAME }}   {{ table NAME SHAPE ... }}   what several results make together: reference/bench/tables.py
     {{ plot NAME What it shows }}   picture reference/results/NAME.svg or .png
     {{ drawing NAME }}   docs/assets/drawings/NAME.svg, inlined so that it follows light and dark
 
