@@ -29,7 +29,7 @@ Task = tuple[Callable[..., list[Check]], Sequence[Any]]
 TITLES = {
     "03-attention": "the attention kernel over the whole grid",
     "03-engine": "what is around it, and stage 03's engine",
-    "07-norm": "norms, rotary embedding and SwiGLU",
+    "07-norm": "norms, rotary embedding and SwiGLU, and the forward pass for many rows",
     "07-sampling": "the sampler, and 50,000 draws of each setting",
     "07-few-rows": "products with few rows",
     "07-chunks": "attention for chunks of prompts",
@@ -64,6 +64,14 @@ def few_row_cases(part: int) -> list[Check]:
     return [within(*run_case(case), group=str(case.dtype).removeprefix("torch.")) for case in cases]
 
 
+def many_row_cases() -> list[Check]:
+    """The forward pass for many rows against the model's, and the norm that adds parts up against float64."""
+    from stages.s07_cuda_graph.many_cases import large_cases, run_case, small_cases
+
+    cases = [*small_cases(), *large_cases()]
+    return [within(*run_case(case), group=str(case.dtype).removeprefix("torch.")) for case in cases]
+
+
 def chunk_cases() -> list[Check]:
     """Attention for chunks against exact attention."""
     from stages.s07_cuda_graph.chunk_cases import ALLOWED, large_cases
@@ -95,7 +103,9 @@ def tasks(section: str, options: argparse.Namespace) -> list[Task]:
         return [(chunk_cases, ())]
     if section == "07-sampling":
         return [(sampling_cases, ())]
-    return [(norm_cases if section == "07-norm" else few_row_cases, (part,)) for part in range(PARTS)]
+    if section == "07-norm":
+        return [(many_row_cases, ()), *((norm_cases, (part,)) for part in range(PARTS))]
+    return [(few_row_cases, (part,)) for part in range(PARTS)]
 
 
 def guarded(function: Callable[..., list[Check]], arguments: Sequence[Any]) -> list[Check]:
