@@ -55,7 +55,8 @@ def watch(llm: Any) -> list[int]:
             known = min(len(read), request.sequence.num_kv)
             right = next((i for i in range(known) if read[i] != tokens[i]), known)
             if stay == request.num_preemptions and right:
-                torch.testing.assert_close(in_order(proposer.store, table, right), anew(proposer, tokens[:right]))
+                there, expected = in_order(proposer.store, table, right), anew(proposer, tokens[:right])
+                torch.testing.assert_close(there, expected, atol=1e-4, rtol=1e-4)  # other products for other counts
                 checked.append(right)
         return events
 
