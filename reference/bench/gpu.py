@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 from reference.bench import gpu_ablation, tables
-from reference.bench.gpu_bench import Bench, prepared
+from reference.bench.gpu_bench import Bench, add_engine_options, check_device, prepared
 from reference.bench.gpu_logits import LENGTHS
 from reference.bench.gpu_parts import PARTS
 from reference.bench.gpu_runs import Run, cut, forget, measurements, run_workload, what_counts
 from reference.bench.gpu_shapes import SHAPES
 from reference.bench.gpu_split import loads_of, measure_kernels, measure_split, plot_split
 from reference.bench.gpu_steady import STEADY, fill_store
-from reference.bench.harness import RESULTS, Measurement, Result
+from reference.bench.harness import Measurement, Result
 from reference.bench.peers import against_best_peer
 from reference.bench.report import markdown_table
 from reference.bench.roofline import H200, Machine, Shape
@@ -158,20 +158,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=2, help="of each workload; 0: only where a step's time goes")
     parser.add_argument("--until", type=float, default=float("inf"), help="no second run begins after so many seconds")
     parser.add_argument("--batched-tokens", type=int, default=8192, help="tokens of a step")
-    parser.add_argument("--memory-share", type=float, default=0.7, help="of the GPU, for weights and cache")
-    parser.add_argument("--kv-cache-mb", type=float, help="the cache's size instead (needed on a CPU)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--requests", type=int, help="for a trial: only so many of each workload")
     parser.add_argument("--tokens", type=int, help="for a trial: prompts and answers of at most so many tokens")
-    parser.add_argument("--longest-check", type=int, default=LENGTHS[-1], help="longest one compared")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
+    add_engine_options(parser, memory_share=0.7, longest_check=LENGTHS[-1])
     options = parser.parse_args(arguments)
     if options.stage < 7 and (options.without or options.ablation or options.batch_sizes):
         parser.error("only stage 07 has parts that can be switched off")
     if options.without and (options.ablation or options.batch_sizes):
         parser.error("--ablation and --batch-sizes choose themselves what is switched off: leave out --without")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA GPU is here; `--device cpu --model-shape tiny --requests 4 --tokens 32` tries the rest")
+    check_device(parser, options, trial="--device cpu --model-shape tiny --requests 4 --tokens 32")
     return options
 
 

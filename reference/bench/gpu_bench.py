@@ -16,10 +16,27 @@ import torch
 from reference.bench.gpu_logits import BUDGET, LENGTHS, MANY, TOKENS, Agreement, HuggingFace, check_logits
 from reference.bench.gpu_runs import build, replaced
 from reference.bench.gpu_shapes import random_checkpoint, random_model
+from reference.bench.harness import RESULTS
 from stages.s01_forward import frontend
 from stages.s01_forward.config import ModelConfig
 from stages.s01_forward.loader import checkpoint_slots
 from stages.s01_forward.model import Model
+
+
+def add_engine_options(parser: argparse.ArgumentParser, memory_share: float, longest_check: int) -> None:
+    """Where the engine runs, with how much memory, and where the result goes; with these defaults."""
+    parser.add_argument("--memory-share", type=float, default=memory_share, help="of the GPU, for weights and cache")
+    parser.add_argument("--kv-cache-mb", type=float, help="the cache's size instead (needed on a CPU)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    check = "longest prompt of which logits are compared"
+    parser.add_argument("--longest-check", type=int, default=longest_check, help=check)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
+
+
+def check_device(parser: argparse.ArgumentParser, options: argparse.Namespace, trial: str) -> None:
+    """End with an error without a GPU, if one is asked for. trial: options that do without."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"no CUDA GPU is here; `{trial}` tries the rest")
 
 
 @dataclass(frozen=True)

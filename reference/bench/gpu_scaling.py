@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from reference.bench.gpu_bench import Bench, prepared
+from reference.bench.gpu_bench import Bench, add_engine_options, check_device, prepared
 from reference.bench.gpu_runs import replaced, run_workload
 from reference.bench.gpu_shapes import SHAPES
 from reference.bench.gpu_steady import AFTER, BEFORE, STEADY, context_lens, decode_load, fill, fill_store, made_up
-from reference.bench.harness import RESULTS, Measurement, Result, Timing
+from reference.bench.harness import Measurement, Result, Timing
 from reference.bench.plots import heat_map
 from reference.bench.report import markdown_table
 from reference.bench.roofline import H200, Machine, Shape, decode_floor
@@ -167,16 +167,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="tokens of each in the cache")
     parser.add_argument("--until", type=float, default=float("inf"), help="no cell begins after so many seconds")
     parser.add_argument("--batched-tokens", type=int, default=8192, help="tokens of a step")
-    parser.add_argument("--memory-share", type=float, default=0.9, help="of the GPU, for weights and cache")
-    parser.add_argument("--kv-cache-mb", type=float, help="the cache's size instead (needed on a CPU)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--requests", type=int, help="for a trial: at most so many")
     parser.add_argument("--tokens", type=int, help="for a trial: contexts, and timed steps, of at most so many tokens")
-    parser.add_argument("--longest-check", type=int, default=300, help="longest prompt of which logits are compared")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
+    add_engine_options(parser, memory_share=0.9, longest_check=300)
     options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA GPU is here; `--device cpu --model-shape tiny --requests 4 --tokens 32` tries the rest")
+    check_device(parser, options, trial="--device cpu --model-shape tiny --requests 4 --tokens 32")
     for name, most in (("rows", options.requests), ("contexts", options.tokens)):
         given = getattr(options, name)
         if bad := [each for each in given if each < 1]:

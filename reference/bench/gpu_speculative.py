@@ -19,14 +19,12 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-import torch
-
-from reference.bench.gpu_bench import Bench, prepared
+from reference.bench.gpu_bench import Bench, add_engine_options, check_device, prepared
 from reference.bench.gpu_guesses import MOST, Decoding, Speculation, make_certain
 from reference.bench.gpu_runs import replaced
 from reference.bench.gpu_shapes import SHAPES
 from reference.bench.gpu_verified import check_verified
-from reference.bench.harness import RESULTS, Measurement, Result, Timing
+from reference.bench.harness import Measurement, Result, Timing
 from reference.bench.plots import lines
 from reference.bench.report import markdown_table
 from stages.s08_speculative.pace import Pace
@@ -220,14 +218,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--loss-tokens", type=int, default=320, help="of long answers: one request, and few")
     parser.add_argument("--repeats", type=int, default=3, help="runs of that answer")
-    parser.add_argument("--memory-share", type=float, default=0.6, help="of the GPU, for weights and cache")
-    parser.add_argument("--kv-cache-mb", type=float, help="the cache's size instead (needed on a CPU)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--longest-check", type=int, default=300, help="longest prompt of which logits are compared")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
+    add_engine_options(parser, memory_share=0.6, longest_check=300)
     options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA GPU is here; `--device cpu --model-shape tiny --tokens 8` tries the rest")
+    check_device(parser, options, trial="--device cpu --model-shape tiny --tokens 8")
     most = max(*options.rows, *options.pays_rows)
     options.stage, options.batched_tokens, options.requests = 8, 8192, most
     options.checked = [(rows, count) for rows, count in ((1, USUAL), (2, 2), (16, USUAL), (64, USUAL)) if rows <= most]

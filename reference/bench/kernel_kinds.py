@@ -9,7 +9,7 @@ KINDS: dict[str, tuple[str, ...]] = {  # by words in their names; the first kind
     ATTENTION: ("attention", "merge", "chunk", "flash", "fmha"),
     SAMPLING: ("race", "finish", "filter", "sample", "argmax", "sort", "scan", "softmax", "keep"),
     SMALL: ("norm", "rope", "silu", "store"),  # what lies between products and attention
-    PRODUCTS: ("one_row", "few_rows", "many", "wide", "gemm", "gemv", "nvjet", "cutlass", "splitK", "cublas"),
+    PRODUCTS: ("one_row", "few_rows", "gemm", "gemv", "nvjet", "cutlass", "splitK", "cublas"),
 }
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from reference.bench.harness import Timing
+from stages.s03_paged_kv.attention_plan import KernelPlan
 from stages.s03_paged_kv.tile_sizes import AttentionShape, TileSizes
 
 Call = Callable[[], object]
@@ -66,22 +67,34 @@ def kernel_calls(work: Workload, sizes: TileSizes | None = None, keys_per_split:
         work.q_lens, work.kv_lens, work.block_table, work.shape,
         short_sizes=sizes, long_sizes=sizes, keys_per_split=keys_per_split,
     )  # fmt: skip
+    return plan_calls(work, plan)
+
+
+def plan_calls(work: Workload, plan: KernelPlan) -> list[Call]:
+    """The same, by a plan that is there."""
+    from stages.s03_paged_kv.kernel import paged_attention
+
     scale, metadata = work.shape.head_dim**-0.5, (work.block_table, work.seq_lens, work.cu_q)
     return [
-        functools.partial(kernel.paged_attention, q, cache[0], cache[1], *metadata, plan, scale)
+        functools.partial(paged_attention, q, cache[0], cache[1], *metadata, plan, scale)
         for q, cache in zip(work.q, work.cache, strict=True)
     ]
 
 
 def time_calls(calls: list[Call], repeats: int = 15) -> Timing:
     """Seconds per call on the GPU, from replays of one graph that holds all calls."""
+    return time_gpu(record(calls).replay, len(calls), repeats)
+
+
+def record(calls: list[Call]) -> torch.cuda.CUDAGraph:
+    """All calls as one graph; the first has run once before."""
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    return time_gpu(graph.replay, len(calls), repeats)
+    return graph
 
 
 def time_gpu(run: Call, calls: int = 1, repeats: int = 15) -> Timing:

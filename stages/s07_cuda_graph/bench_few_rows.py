@@ -7,6 +7,7 @@ rows `forward_few` serves a model, and whether weights are better brought into L
 import json
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -75,14 +76,17 @@ def main() -> None:
     result = Result(
         "s07_few_rows", "A layer of few, fused launches that ask for weights early beats cuBLAS for few rows."
     )
+    measure(result, step_times, ROWS)
+
+
+def measure(result: Result, step_times: Callable[[Model, int], dict[str, float]], counts: Sequence[int]) -> None:
+    """Steps of so many rows, of the shapes that the command line names, or of all; told, and saved."""
     for name in sys.argv[1:] or [name for name in SHAPES if name != "tiny"]:
         model = make_model(name)
-        for rows in ROWS:
+        for rows in counts:
             times = step_times(model, rows)
-            print(
-                f"{name}, {rows:2} rows: " + ", ".join(f"{who} {s * 1e3:.3f} ms" for who, s in times.items()),
-                flush=True,
-            )
+            shown = ", ".join(f"{who} {seconds * 1e3:.3f} ms" for who, seconds in times.items())
+            print(f"{name}, {rows:3} rows: {shown}", flush=True)
             result.measurements += [
                 Measurement.single(f"{name}, {rows} rows, {who}", seconds * 1e3, "ms") for who, seconds in times.items()
             ]

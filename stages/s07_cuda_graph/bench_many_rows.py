@@ -7,17 +7,16 @@ attention in one launch; and with products in halves that the norm adds up.
 
 import statistics
 import sys
-from collections.abc import Callable
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from reference.bench.gpu_shapes import SHAPES
-from reference.bench.harness import Measurement, Result
+from reference.bench.harness import Result
 from stages.s01_forward.model import Model
+from stages.s03_paged_kv.kernel_workloads import record
 from stages.s07_cuda_graph import many_rows
-from stages.s07_cuda_graph.bench_few_rows import KEYS, make_context, make_model
+from stages.s07_cuda_graph.bench_few_rows import KEYS, make_context, measure
 
 ROWS = (24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 TURNS, REPLAYS = 7, 5
@@ -35,9 +34,9 @@ def step_times(model: Model, rows: int) -> dict[str, float]:
             return model.logits(many_rows.forward_many(model, ids, positions, ctx))
 
     graphs = {
-        "the model": record(lambda: model.logits(model(ids, positions, ctx))),
-        "one launch before attention": record(whole),
-        "and products in halves": record(lambda: model.logits(many_rows.forward_many(model, ids, positions, ctx))),
+        "the model": record([lambda: model.logits(model(ids, positions, ctx))]),
+        "one launch before attention": record([whole]),
+        "and products in halves": record([lambda: model.logits(many_rows.forward_many(model, ids, positions, ctx))]),
     }
     times: dict[str, list[float]] = {who: [] for who in graphs}
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -53,33 +52,13 @@ def step_times(model: Model, rows: int) -> dict[str, float]:
     return {who: statistics.median(each) for who, each in times.items()}
 
 
-def record(call: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
-    """One call as a graph."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
-
-
 def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("bench_many_rows needs a CUDA GPU")
     result = Result(
         "s07_many_rows", "Where cuBLAS divides a sum over processors, the norm behind it may as well add the parts up."
     )
-    for name in sys.argv[1:] or [name for name in SHAPES if name != "tiny"]:
-        model = make_model(name)
-        for rows in ROWS:
-            times = step_times(model, rows)
-            shown = ", ".join(f"{who} {seconds * 1e3:.3f} ms" for who, seconds in times.items())
-            print(f"{name}, {rows:3} rows: {shown}", flush=True)
-            result.measurements += [
-                Measurement.single(f"{name}, {rows} rows, {who}", seconds * 1e3, "ms") for who, seconds in times.items()
-            ]
-        del model
-    print(f"wrote {result.save().name}")
+    measure(result, step_times, ROWS)
 
 
 if __name__ == "__main__":

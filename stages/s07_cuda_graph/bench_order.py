@@ -3,7 +3,6 @@
 The rows are those of the workload `mixed` after so many decode steps, the splits those of a captured graph.
 """
 
-import functools
 import sys
 from pathlib import Path
 
@@ -11,9 +10,10 @@ import torch
 
 from reference.bench.gpu_shapes import SHAPES
 from reference.bench.harness import RESULTS, Measurement, Result
+from reference.bench.roofline import Shape
 from reference.bench.workloads import workloads
 from stages.s03_paged_kv.attention_plan import KernelPlan
-from stages.s03_paged_kv.kernel_workloads import Call, Workload, make_workload, time_calls
+from stages.s03_paged_kv.kernel_workloads import Workload, make_workload, plan_calls, time_calls
 from stages.s03_paged_kv.tile_sizes import AttentionShape
 from stages.s07_cuda_graph.padded_plan import short_launch
 from stages.s07_cuda_graph.step_inputs import longest_first
@@ -25,17 +25,10 @@ MODELS = ("qwen3-0.6b", "qwen2.5-1.5b", "qwen2.5-7b")
 
 def seconds(work: Workload, sort: bool) -> float:
     """Of one layer's attention."""
-    from stages.s03_paged_kv.kernel import paged_attention
-
     rows, shape = len(work.kv_lens), work.shape
     tiles = torch.from_numpy(longest_first(dict(enumerate(work.kv_lens)), rows)).cuda() if sort else None
     plan = KernelPlan(shape, rows, (short_launch(rows, 1, tiles, shape, LONGEST),))
-    where = work.block_table, work.seq_lens, work.cu_q
-    calls: list[Call] = [
-        functools.partial(paged_attention, q, cache[0], cache[1], *where, plan, shape.head_dim**-0.5)
-        for q, cache in zip(work.q, work.cache, strict=True)
-    ]
-    return time_calls(calls, 7).median
+    return time_calls(plan_calls(work, plan), 7).median
 
 
 def main() -> None:
@@ -49,10 +42,8 @@ def main() -> None:
     )
     mixed = workloads()["mixed"]
     for name in MODELS:
-        config = SHAPES[name]
-        heads = config["num_attention_heads"]
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        shape = AttentionShape(heads, config["num_key_value_heads"], head_dim, 16, 2)
+        sizes = Shape.from_config(SHAPES[name])
+        shape = AttentionShape(sizes.heads, sizes.kv_heads, sizes.head_dim, 16, 2)
         for step in STEPS:
             pairs = zip(mixed.prompts, mixed.output_lens, strict=True)
             lens = [len(prompt) + step + 1 for prompt, count in pairs if count > step]

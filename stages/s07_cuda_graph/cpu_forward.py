@@ -25,8 +25,8 @@ def forward(model: Model, input_ids: Tensor, positions: Tensor, ctx: PagedContex
     layers: list[Any] = list(model.layers)
     for layer in layers:
         x = rms_norm(residual, layer.input_layernorm.weight, layer.eps)
-        residual.add_(attention(layer.self_attn, x, cos, sin, ctx))
-        x = rms_norm(residual, layer.post_attention_layernorm.weight, layer.eps)
+        o = attention(layer.self_attn, x, cos, sin, ctx)
+        x, residual = add_rms_norm(o, residual, layer.post_attention_layernorm.weight, layer.eps)
         residual.add_(layer.mlp(x))
     return rms_norm(residual, model.norm.weight, model.config.rms_norm_eps)
 

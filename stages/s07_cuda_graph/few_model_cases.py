@@ -114,6 +114,15 @@ SHAPES = {  # hidden, intermediate, query and KV heads; head_dim is 128 in all
 }
 
 
+def config_of(name: str) -> ModelConfig:
+    """Two layers of a benchmark's model, and a small vocabulary."""
+    (hidden, inner, heads, kv_heads), plain = SHAPES[name], name != "qwen3-0.6b"
+    return replace(
+        TINY, vocab_size=1000, hidden_size=hidden, intermediate_size=inner, num_heads=heads, num_kv_heads=kv_heads,
+        head_dim=128, qk_norm=not plain, qkv_bias=plain,
+    )  # fmt: skip
+
+
 def large_cases() -> Iterator[AttentionCase | LinearCase | RopeCase | ModelCase]:
     """Every projection and the attention of the benchmark's models, mostly in bf16, and two layers of each."""
     yield from attention_cases()
@@ -132,10 +141,7 @@ def large_cases() -> Iterator[AttentionCase | LinearCase | RopeCase | ModelCase]
             yield AttentionCase(old, heads, kv_heads, 128, dtype, normed=not plain)
         for queries in (2, 4):
             yield AttentionCase((200, 31, 64), heads, kv_heads, 128, torch.bfloat16, not plain, queries=queries)
-        config = replace(
-            TINY, vocab_size=1000, hidden_size=hidden, intermediate_size=inner, num_heads=heads, num_kv_heads=kv_heads,
-            head_dim=128, qk_norm=not plain, qkv_bias=plain,
-        )  # fmt: skip
+        config = config_of(name)
         for lens in ((200,), (9, 200), (4, 0, 200, 17, 5, 1, 9, 30), (9, 0, 16, 200) * 4):
             yield ModelCase(name, config, lens, torch.bfloat16)
             if not plain:

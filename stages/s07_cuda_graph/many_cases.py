@@ -6,13 +6,13 @@ The same cases run in Triton's interpreter (test_many_rows.py) and on a GPU (`gp
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from stages.s01_forward import layers
 from stages.s07_cuda_graph.few_cases import ALLOWED, EPS, GAP, relative_error
-from stages.s07_cuda_graph.few_model_cases import ALLOWED_MODEL, SHAPES, TINY, ModelCase, model_cases
+from stages.s07_cuda_graph.few_model_cases import ALLOWED_MODEL, SHAPES, ModelCase, config_of, model_cases
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,10 @@ def small_cases() -> Iterator[PartsCase | ManyCase]:
 
 def large_cases() -> Iterator[PartsCase | ManyCase]:
     """Two layers of each benchmark model, 17 to 256 rows."""
-    for name, (hidden, inner, heads, kv_heads) in SHAPES.items():
+    for name in SHAPES:
+        config = config_of(name)
+        hidden = config.hidden_size
         yield PartsCase(2, 200, hidden, torch.bfloat16)
-        plain = name != "qwen3-0.6b"
-        config = replace(
-            TINY, vocab_size=1000, hidden_size=hidden, intermediate_size=inner, num_heads=heads, num_kv_heads=kv_heads,
-            head_dim=128, qk_norm=not plain, qkv_bias=plain,
-        )  # fmt: skip
         for lens in ((9, 0, 16, 200) * 4 + (5,), (30, 1, 12, 8) * 25, (1, 64) * 128):
             for dtype in (torch.bfloat16, torch.float32) if hidden < 3584 else (torch.bfloat16,):
                 yield ManyCase(ModelCase(name, config, lens, dtype))

@@ -90,14 +90,15 @@ def tile_maps(plan: Plan, size: StepSize) -> tuple[np.ndarray, np.ndarray]:
     short = longest_first({n: row.span.end for n, row in enumerate(plan.rows) if row.span.num_new <= most}, size.rows)
     long = np.zeros((2, size.long_tiles), np.int32)
     long[0] = NO_ROW
-    tiles = [
-        (-row.span.start - first, number, first)
-        for number, row in enumerate(plan.rows)
-        if row.span.num_new > most
-        for first in range(0, row.span.num_new, size.queries_per_tile)
-    ]
-    for place, (_, number, first) in enumerate(sorted(tiles) if size.long_tiles else ()):
-        long[:, place] = number, first
+    if size.long_tiles:
+        tiles = [
+            (-row.span.start - first, number, first)
+            for number, row in enumerate(plan.rows)
+            if row.span.num_new > most
+            for first in range(0, row.span.num_new, size.queries_per_tile)
+        ]
+        for place, (_, number, first) in enumerate(sorted(tiles)):
+            long[:, place] = number, first
     return short, long
 
 
