@@ -4,9 +4,11 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from reference.checkpoints import FAMILIES, build_tiny, demo_model
 
@@ -16,8 +18,19 @@ each_family = pytest.mark.parametrize("family", FAMILIES)  # a family's name is 
 
 
 def pytest_configure() -> None:
-    """One thread per process: sharing out a tiny matmul costs more than it saves, 10 to 30 times on a busy machine."""
+    """One thread per process: sharing out a tiny matmul costs more than it saves, 10 to 30 times on a busy machine.
+
+    Hypothesis makes up the same examples in every run, and takes its time for them.
+    """
     torch.set_num_threads(1)
+    settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("same")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a check draws without a generator of its own is the same in every run, and alone as after others."""
+    torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
@@ -50,3 +63,23 @@ def interpreted() -> Iterator[ProcessPoolExecutor]:
 
     with interpreter() as executor:
         yield executor
+
+
+@pytest.fixture(scope="session")
+def launched(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """`stepinfer serve`, in processes of its own, told what to do by a file and by its command line; and all in one.
+
+    Started, and not waited for: it takes seconds.
+    """
+    from stages.s09_server.server_process import ServerProcess
+
+    file = tmp_path_factory.mktemp("config") / "serve.yaml"
+    file.write_text("served-model-name: [story, m]\nmax_model_len: 250\nmax-num-seqs: 3\ndry_run_step_ms: 8\n")
+    dry = (tiny("llama"), "--dry-run", "--config", file)
+    started = {
+        "processes": ServerProcess(*dry, "--max-num-seqs", "2", "--on-engine-death", "restart"),
+        "one process": ServerProcess(*dry, "--in-process"),
+    }
+    yield started
+    for it in started.values():
+        it.kill()

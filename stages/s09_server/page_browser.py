@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import shutil
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -17,38 +17,38 @@ SWITCHES = (
     "--disable-component-update --disable-sync"
 ).split()
 PATIENCE = 30.0  # seconds, for anything
+HASTE = "{const later = setTimeout; window.setTimeout = (what, after, ...more) => later(what, after / 5, ...more)}"
 
 
 class Browser:
-    """One window. `folder`: for what the browser keeps; a fresh one, so that no other window's doings are in it."""
+    """One window, whose pages' timers run five times as fast.
+
+    `folder`: for what the browser keeps; a fresh one, so that no other window's doings are in it.
+    """
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = int(free.getsockname()[1])
-        command = [str(DRIVER), f"--port={self.port}"]
-        self.driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self.session = ""
+        self.log, self.session = folder / "driver.log", ""
+        with self.log.open("wb") as log:
+            self.driver = subprocess.Popen([str(DRIVER), "--port=0"], stdout=log, stderr=log)
         try:
-            self.wait_for_driver()
+            self.port = self.wait_for_driver()
             options = {"binary": CHROMIUM, "args": [*SWITCHES, f"--user-data-dir={folder}", "--window-size=1400,1000"]}
             wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
             self.session = self.call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+            self.devtools("Page.addScriptToEvaluateOnNewDocument", source=HASTE)
         except BaseException:
             self.close()
             raise
 
-    def wait_for_driver(self) -> None:
-        """Until it takes commands."""
+    def wait_for_driver(self) -> int:
+        """Until it takes commands; returns the port that it has chosen."""
         until = time.monotonic() + PATIENCE
-        while True:
-            try:
-                if self.call("GET", "/status")["ready"]:
-                    return
-            except OSError:
-                if time.monotonic() > until:
-                    raise
+        while time.monotonic() < until:
+            said = self.log.read_text(encoding="utf-8", errors="replace")
+            if started := re.search(r"successfully on port (\d+)", said):
+                return int(started[1])
             time.sleep(0.02)
+        raise TimeoutError(f"{DRIVER} does not start:\n{said}")
 
     def call(self, method: str, path: str, body: object = None) -> Any:
         """One command. Raises RuntimeError in the driver's own words."""

@@ -72,7 +72,7 @@ def main() -> None:
     if what == "never ready":
         time.sleep(600)
     if what == "ready late":
-        time.sleep(0.5)
+        time.sleep(0.3)
     link.send(ready())
     if what == "ready and gone":
         link.close()
@@ -81,7 +81,7 @@ def main() -> None:
         link.send(encode(Dead("out of memory", fault=True)))
         time.sleep(600)
     if what == "hangs":
-        re.match(r"(a|a)*b", "a" * 25)  # for seconds, and no other thread has a turn
+        re.match(r"(a|a)*b", "a" * 27)  # for ten seconds, and no other thread has a turn
     if what == "babbles":
         link.receive(True)
         link.send(GARBAGE)

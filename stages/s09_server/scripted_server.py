@@ -57,6 +57,8 @@ def answer(tokens: int, first: float = 0.0, gap: float = 0.0) -> Script:
 class ScriptedServer:
     """Use it as a context: inside, `url` answers. It runs on a thread of its own, so it does not wait for its client.
 
+    As an asynchronous context it runs in its client's event loop.
+
     Attributes:
         script: From a request's body to its response.
         bodies: Of all requests so far; `keys` are their Authorization headers.
@@ -89,15 +91,21 @@ class ScriptedServer:
 
     async def _serve(self, ready: threading.Event) -> None:
         self._stop = asyncio.Event()
-        server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        ready.set()
-        await self._stop.wait()
-        server.close()
+        async with self:
+            ready.set()
+            await self._stop.wait()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+
+    async def __aenter__(self) -> ScriptedServer:
+        self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

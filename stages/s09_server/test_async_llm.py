@@ -235,7 +235,7 @@ def test_what_cannot_be_sent_is_refused_whole(llm, run):
 
 @pytest.fixture
 def failing(run, tiny, monkeypatch) -> Iterator[tuple[AsyncLLM, list[Exception]]]:
-    """An engine whose next steps raise what is in the list."""
+    """An engine whose next steps raise what is in the list. Until one has, each takes 20 ms; then no time."""
     errors: list[Exception] = []
 
     def make(settings: EngineSettings) -> DryLLM:
@@ -244,6 +244,7 @@ def failing(run, tiny, monkeypatch) -> Iterator[tuple[AsyncLLM, list[Exception]]
 
         def run_or_fail(plan: Any) -> Any:
             if errors:
+                made.engine.runner.step_seconds = 0.0
                 raise errors.pop()
             return execute(plan)
 
@@ -251,7 +252,7 @@ def failing(run, tiny, monkeypatch) -> Iterator[tuple[AsyncLLM, list[Exception]]
         return made
 
     monkeypatch.setattr(engine_process, "make_llm", make)
-    started = run(AsyncLLM.start(dry(tiny("qwen2"), 2.0, max_num_seqs=2), in_process=True))
+    started = run(AsyncLLM.start(dry(tiny("qwen2"), 20.0, max_num_seqs=2), in_process=True))
     yield started, errors
     run(started.close())
 
@@ -293,7 +294,7 @@ def test_steps_that_fail_one_after_the_other(failing, run):
             await llm.status()
         number = llm.next_number
         await llm.launch()
-        stream = open_one(llm)
+        stream = open_one(llm, params=replace(LONG, max_tokens=5))
         assert stream.numbers.start == number, "numbers are never used twice"
         assert (await read(stream))[0].finish_reason == "length"
         await settles(llm)
@@ -398,11 +399,11 @@ def test_a_death_while_the_tokenizer_is_read(rigged, run, monkeypatch):
 
 
 def test_a_start_that_is_given_up(rigged, run):
+    """Its process would be silent for ten minutes."""
+
     async def ask() -> None:
-        before = time.monotonic()
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(rigged("never ready"), 0.6)
-        assert time.monotonic() - before < 4.0
+            await asyncio.wait_for(rigged("never ready"), 0.3)
 
     run(ask())
 
@@ -581,7 +582,7 @@ def test_nothing_is_left_open(llms, rigged, run):
     before = open_files()
     for what in ("serves", "says why", "ready and gone"):
         run(once(what))
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 30.0
     while open_files() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert open_files() <= before
@@ -599,12 +600,13 @@ def test_an_engine_that_is_killed_in_the_middle_of_a_stream(how, llms, run):
         process = psutil.Process(llm.link.link.process.pid)
         family = [process, *process.children()]
         assert len(family) == 1 + (how == "text process")
-        streams = [open_one(llm, params=replace(LONG, n=4)) for _ in range(30)]
+        streams = [open_one(llm, params=replace(LONG, n=16)) for _ in range(30)]
         status = asyncio.create_task(llm.status())
-        await streams[0].next()
+        first = await streams[0].next()
         process.kill()
-        events = [event for answers in await asyncio.gather(*map(read, streams)) for event in answers]
-        assert len(events) == 120
+        rest = [event for answers in await asyncio.gather(*map(read, streams[1:])) for event in answers]
+        events = [*merged(first + await read(streams[0])), *rest]
+        assert len(events) == 480
         died = [event for event in events if event.finish_reason == "error"]
         assert died and all("ended with exit code" in event.error for event in died)
         assert {event.finish_reason for event in events} <= {"error", "length"}

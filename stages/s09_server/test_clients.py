@@ -10,10 +10,10 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import httpx
@@ -27,7 +27,7 @@ from stages.s09_server import dry_run
 from stages.s09_server.api import ApiSettings
 from stages.s09_server.async_llm import AsyncLLM
 from stages.s09_server.engine_process import EngineSettings
-from stages.s09_server.loopback import Loopback
+from stages.s09_server.loopback import DryLoopback, Loopback
 from stages.s09_server.openapi_cases import Cases, busy
 from stages.s09_server.prometheus_process import PROMETHEUS, PROMTOOL, PrometheusProcess
 from tests.scripted import scripted
@@ -58,13 +58,12 @@ def real(tiny, tmp_path_factory) -> Iterator[Loopback]:
 
 
 @pytest.fixture(scope="module")
-def dry(tiny) -> Iterator[Loopback]:
+def dry(tiny) -> Iterator[DryLoopback]:
     """No weights, and 2 ms for a step, so that a long answer takes half a second."""
-    options = {"device": "cpu", "kv_cache_mb": 16, "max_num_seqs": SEATS}
-    settings = EngineSettings(str(tiny("qwen2")), options, dry_run=True, dry_run_step_ms=2.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dry_run, "STORY", STORY)
-        with Loopback(lambda: AsyncLLM.start(settings, in_process=True), ApiSettings(("m",), max_waiting=LINE)) as it:
+        api = ApiSettings(("m",), max_waiting=LINE)
+        with DryLoopback(tiny("qwen2"), 2.0, api, kv_cache_mb=16, max_num_seqs=SEATS) as it:
             yield it
 
 
@@ -247,27 +246,33 @@ class TestErrorsOfOpenAI:
 
     def test_a_full_queue(self, slow, dry):
         """The client comes again when it was told to, and not earlier."""
-        blocker = slow.completions.create(
-            model="m", prompt="x", n=SEATS + LINE, max_tokens=250, stream=True, extra_body={"ignore_eos": True}
-        )
-        next(blocker)
-        with pytest.raises(openai.RateLimitError) as caught:
-            slow.completions.create(model="m", prompt="x")
-        assert (caught.value.code, caught.value.response.headers["retry-after"]) == ("queue_full", "1")
-        refused = dry.service.metrics.responses[429]
-        threading.Timer(0.2, blocker.close).start()
-        began = time.monotonic()
-        answer = slow.with_options(max_retries=1).completions.create(model="m", prompt="x", max_tokens=2)
-        assert answer.usage.completion_tokens == 2
-        assert 1.0 <= time.monotonic() - began < 5.0
+
+        def leave_when_refused() -> None:
+            dry.wait_until(lambda: dry.service.metrics.responses[429] > refused)
+            blocker.close()
+
+        asked = {"model": "m", "prompt": "x", "max_tokens": 250, "extra_body": {"ignore_eos": True}}
+        with dry.slowly(), ThreadPoolExecutor(1) as pool:
+            blocker = slow.completions.create(**asked, n=SEATS + LINE, stream=True)
+            next(blocker)
+            with pytest.raises(openai.RateLimitError) as caught:
+                slow.completions.create(model="m", prompt="x")
+            assert (caught.value.code, caught.value.response.headers["retry-after"]) == ("queue_full", "1")
+            refused = dry.service.metrics.responses[429]
+            leaving = pool.submit(leave_when_refused)
+            began = time.perf_counter()
+            answer = slow.with_options(max_retries=1).completions.create(model="m", prompt="x", max_tokens=2)
+            assert time.perf_counter() - began >= 0.95  # it sleeps by another clock
+            assert answer.usage.completion_tokens == 2
+            leaving.result()
         assert dry.service.metrics.responses[429] == refused + 1
         settled(dry)
 
     def test_time_is_up(self, slow, dry):
         """The client's own: it leaves, and what it had asked for is given up."""
         before = settled(dry)
-        with pytest.raises(openai.APITimeoutError):
-            slow.with_options(timeout=0.1).completions.create(
+        with dry.slowly(), pytest.raises(openai.APITimeoutError):
+            slow.with_options(timeout=0.4).completions.create(
                 model="m", prompt="x", max_tokens=250, extra_body={"ignore_eos": True}
             )
         assert settled(dry) == before + 1
@@ -286,18 +291,20 @@ class TestStreamsOfOpenAI:
     def test_who_closes_early_frees_its_blocks(self, slow, dry):
         asked = {"model": "m", "prompt": "x", "n": 8, "max_tokens": 250, "extra_body": {"ignore_eos": True}}
         before = settled(dry)
-        stream = slow.completions.create(**asked, stream=True)
-        next(stream)
-        assert dry.llm.stats.kv_blocks_used > 0
-        stream.close()
+        with dry.slowly(0.01):
+            stream = slow.completions.create(**asked, stream=True)
+            next(stream)
+            assert dry.llm.stats.kv_blocks_used > 0
+            stream.close()
         assert settled(dry) == before + 8
-        with slow.completions.create(**asked, stream=True) as stream:
+        with dry.slowly(0.01), slow.completions.create(**asked, stream=True) as stream:
             for _ in zip(range(3), stream, strict=False):
                 pass
         assert settled(dry) == before + 16
-        for _ in slow.completions.create(**asked, stream=True):  # neither closed nor kept
-            break
-        gc.collect()  # what the client has left lies in a cycle
+        with dry.slowly(0.01):
+            for _ in slow.completions.create(**asked, stream=True):  # neither closed nor kept
+                break
+            gc.collect()  # what the client has left lies in a cycle
         assert settled(dry) == before + 24
 
 
@@ -352,7 +359,8 @@ def test_64_streams_with_random_disconnects(dry):
         assert {type(end) for end in ends} == {type(None), TimeoutError}, ends
 
     given_up = settled(dry)
-    asyncio.run(main())
+    with dry.slowly(0.006):
+        asyncio.run(main())
     assert told["left"] // 2 < settled(dry) - given_up  # others had ended before their reader left
     assert busy(dry.url) == {}
     assert dry.llm.streams == {} and dry.llm.answers.open == {}
@@ -389,17 +397,18 @@ class TestCurl:
 
     def test_a_stream_comes_as_it_grows(self, dry):
         """With -N each line is there at once; Ctrl-C frees what it held."""
-        body = json.dumps({"model": "m", "prompt": "x", "max_tokens": 250, "stream": True, "ignore_eos": True})
+        body = {"model": "m", "prompt": "x", "stream": True}
         url = f"{dry.url}/v1/completions"
-        command = ["curl", "-sN", url, "--json", body]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as process:
+        command = ["curl", "-sN", url, "--json", json.dumps(body | {"max_tokens": 250, "ignore_eos": True})]
+        with dry.slowly(), subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as process:
             lines = [process.stdout.readline() for _ in range(6)]
             assert dry.llm.num_open == 1
             before = dry.service.metrics.finished["abort"]
             assert all(line.startswith("data: {") for line in lines[::2]) and set(lines[1::2]) == {"\n"}
             process.terminate()
         assert settled(dry) == before + 1
-        assert self.curl("-N", url, "--json", body).stdout.endswith("\n\ndata: [DONE]\n\n")
+        whole = self.curl("-N", url, "--json", json.dumps(body | {"max_tokens": 9}))
+        assert whole.stdout.endswith("\n\ndata: [DONE]\n\n")
 
 
 def test_llm(real, tmp_path):
@@ -469,7 +478,7 @@ def test_prometheus_scrapes_a_loaded_server(dry, slow, prometheus):
     """While answers run it says so; each sample of the page can be asked for."""
     prometheus.wait_for("up == 1")
     asked = {"model": "m", "prompt": "x", "max_tokens": 250, "extra_body": {"ignore_eos": True}}
-    with slow.completions.create(**asked, n=SEATS + LINE, stream=True) as stream:
+    with dry.slowly(0.05), slow.completions.create(**asked, n=SEATS + LINE, stream=True) as stream:
         next(stream)
         [(labels, _)] = prometheus.wait_for(f"stepinfer_num_requests_running == {SEATS}")
         assert (labels["model_name"], labels["job"]) == ("m", "stepinfer")
@@ -479,5 +488,5 @@ def test_prometheus_scrapes_a_loaded_server(dry, slow, prometheus):
     names = {sample.name for family in page for sample in family.samples}
     assert len(names) > 15
     for name in names:
-        assert prometheus.query(name), name
-    assert prometheus.query("histogram_quantile(0.5, stepinfer_inter_token_latency_seconds_bucket)")[0][1] > 0
+        prometheus.wait_for(name)
+    prometheus.wait_for("histogram_quantile(0.5, stepinfer_inter_token_latency_seconds_bucket) > 0")

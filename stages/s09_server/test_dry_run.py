@@ -1,13 +1,14 @@
 """A dry run is all of the engine but the model: scheduler, cache, limits, times."""
 
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from stages.s01_forward.sampling_params import SamplingParams
 from stages.s08_speculative.llm import LLM
+from stages.s09_server import dry_run
 from stages.s09_server.dry_run import STORY, DryLLM
 
 
@@ -79,13 +80,20 @@ def test_no_weights_are_read(dry, tiny):
     assert pools[0] == pools[1]
 
 
-def test_a_step_takes_its_time(dry):
-    """One after the other, planned meanwhile."""
+def test_a_step_takes_its_time(dry, monkeypatch):
+    """One after the other, for three answers together; by a clock that goes on while the engine sleeps."""
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    now, params = [100.0], SamplingParams(max_tokens=20, ignore_eos=True)
+    monkeypatch.setattr(dry_run, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=sleep))
     llm = dry(step_ms=5.0)
-    llm.generate([[5]], SamplingParams(max_tokens=2))
-    began = time.perf_counter()
-    llm.generate([[5], [6], [7]], SamplingParams(max_tokens=20, ignore_eos=True))
-    assert 0.1 <= time.perf_counter() - began < 2.0
+    for _ in range(2):
+        began = now[0]
+        llm.generate([[5], [6], [7]], params)
+        assert now[0] - began == pytest.approx(20 * 0.005)
+        now[0] += 1.0  # nobody asks for anything
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,11 @@ import httpx
 import pytest
 
 from stages.s01_forward.tokenizer import Tokenizer
-from stages.s09_server import engine_process
 from stages.s09_server.api import ApiSettings
 from stages.s09_server.async_llm import AsyncLLM
-from stages.s09_server.dry_run import DryLLM
 from stages.s09_server.engine_process import EngineSettings
 from stages.s09_server.errors import ErrorBody
-from stages.s09_server.loopback import Loopback
+from stages.s09_server.loopback import PATIENCE, DryLoopback, Loopback
 from tests.scripted import edited, scripted
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -89,28 +87,18 @@ def errors() -> list[Exception]:
 
 
 @pytest.fixture(scope="module")
-def dry(tiny: Callable[[str], Path], errors: list[Exception]) -> Iterator[Loopback]:
+def dry(tiny: Callable[[str], Path], errors: list[Exception]) -> Iterator[DryLoopback]:
     """2 answers run, 3 wait, and a step takes 2 ms."""
 
-    def make(settings: EngineSettings) -> DryLLM:
-        made = DryLLM(settings.model, step_ms=settings.dry_run_step_ms, **settings.options)
-        execute = made.engine.runner.execute
+    def run_or_fail(plan: Any) -> Any:
+        if errors and plan.rows:
+            raise errors.pop()
+        return execute(plan)
 
-        def run_or_fail(plan: Any) -> Any:
-            if errors and plan.rows:
-                raise errors.pop()
-            return execute(plan)
-
-        patch.setattr(made.engine.runner, "execute", run_or_fail)
-        return made
-
-    options = {"device": "cpu", "kv_cache_mb": 2, "max_num_seqs": 2}
-    settings = EngineSettings(str(tiny("qwen2")), options, dry_run=True, dry_run_step_ms=2.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_process, "make_llm", make)
-        api = ApiSettings(("m",), max_waiting=3)
-        with Loopback(lambda: AsyncLLM.start(settings, in_process=True), api) as server:
-            yield server
+    with DryLoopback(tiny("qwen2"), 2.0, ApiSettings(("m",), max_waiting=3), kv_cache_mb=2, max_num_seqs=2) as server:
+        execute = server.engine.runner.execute
+        server.engine.runner.execute = run_or_fail
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -305,33 +293,31 @@ def test_alternatives_without_a_token(pieces):
 
 def test_a_step_fails_in_the_middle_of_a_stream(dry, plain, errors):
     """One event says so and the connection ends; who waits is served. EricLBuehler/mistral.rs#1874."""
-    body = chat("x", stream=True, ignore_eos=True, max_tokens=200)
-    began, ended = [], []
+    began = []
 
     def read(number: int) -> list[str]:
-        with plain.stream("POST", CHAT, json={"model": "m"} | body) as response:
+        body = {"model": "m"} | chat("x", stream=True, ignore_eos=True, max_tokens=200 if number < 2 else 20)
+        with plain.stream("POST", CHAT, json=body) as response:
             lines = []
             for line in filter(None, response.iter_lines()):
                 lines.append(line.removeprefix("data: "))
                 if number < 2 and len(lines) == 4:  # the role and three words
                     began.append(number)
-            ended.append(time.perf_counter())
             return lines
 
     with ThreadPoolExecutor(3) as pool:
-        first, second = pool.submit(read, 0), pool.submit(read, 1)
-        while len(began) < 2:
-            time.sleep(0.001)
-        third = pool.submit(read, 2)
-        dry.wait_until(lambda: dry.llm.num_open == 3)
-        failed = time.perf_counter()
-        errors.append(MemoryError("no room"))
-        for stream in (first, second):
-            *words, last = stream.result(5)
-            assert "no room" in json.loads(last)["error"]["message"]
-            assert all("choices" in json.loads(word) for word in words)
-        assert sorted(ended)[1] - failed < 1
-        assert third.result(10)[-1] == "[DONE]"
+        with dry.slowly():
+            first, second = pool.submit(read, 0), pool.submit(read, 1)
+            while len(began) < 2:
+                time.sleep(0.001)
+            third = pool.submit(read, 2)
+            dry.wait_until(lambda: dry.llm.num_open == 3)
+            errors.append(MemoryError("no room"))
+            for stream in (first, second):
+                *words, last = stream.result(PATIENCE)
+                assert "no room" in json.loads(last)["error"]["message"]
+                assert all("choices" in json.loads(word) for word in words)
+        assert third.result(PATIENCE)[-1] == "[DONE]"
     settled(dry)
     assert plain.get("/health").json() == {"status": "ok"}
     assert post(plain, CHAT, chat("x", max_tokens=2)).status_code == 200
@@ -373,9 +359,10 @@ def test_everybody_is_answered(dry, plain):
 
 def test_a_response_does_not_wait_for_an_acknowledgement(plain):
     """On a connection that is kept; asyncio's own loop, as on Windows. It would cost 40 ms each time."""
-    took = []
-    for _ in range(9):
+    assert plain.get("/health").status_code == 200
+    took: list[float] = []
+    while len(took) < 50 and min(took, default=1.0) > 0.03:  # a busy machine delays many, but not all
         began = time.perf_counter()
         assert plain.get("/health").status_code == 200
         took.append(time.perf_counter() - began)
-    assert min(took[1:]) < 0.03, took
+    assert min(took) < 0.03, took

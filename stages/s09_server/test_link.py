@@ -21,6 +21,7 @@ from stages.s09_server.messages import Add, AskStatus, Dead, Ready, Status, Step
 from stages.s09_server.rigged_engine import GARBAGE, LENGTH
 
 MODULE = "stages.s09_server.rigged_engine"
+PATIENCE = 30.0  # seconds, for anything
 
 
 class Phone:
@@ -38,7 +39,7 @@ class Phone:
 
     def wait_for(self, count: int) -> list:
         with self.news:
-            assert self.news.wait_for(lambda: len(self.said) >= count, 20.0), self.said
+            assert self.news.wait_for(lambda: len(self.said) >= count, PATIENCE), self.said
             return self.said
 
     def is_over(self) -> bool:
@@ -47,6 +48,14 @@ class Phone:
         gone = link.process.poll() is not None and not link.porter.is_alive()
         closed = link.router.closed and link.inner.closed and link.outer.closed and link.process.stdin.closed
         return gone and closed and not link.folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def early(request):
+    """The servers of test_serve.py start while the checks here wait, if theirs follow in this process."""
+    follow = any(item.path.name == "test_serve.py" for item in request.session.items)
+    if follow and not hasattr(request.config, "workerinput"):  # pytest-xdist tells nobody what follows
+        request.getfixturevalue("launched")
 
 
 @pytest.fixture
@@ -77,7 +86,7 @@ def open_files() -> int:
 
 def ends(pid: int) -> bool:
     """Is a process, no child of this one, gone within seconds?"""
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + PATIENCE
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         if time.monotonic() > deadline:
             return False
@@ -158,7 +167,7 @@ def test_a_death_is_noticed_however_much_is_said_to_the_dead(phone):
     it = phone()
     it.wait_for(1)
     it.link.process.kill()
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + PATIENCE
     while len(it.said) < 2 and time.monotonic() < deadline:
         it.link.send(encode(AskStatus()))
         time.sleep(0.002)
@@ -168,10 +177,9 @@ def test_a_death_is_noticed_however_much_is_said_to_the_dead(phone):
 def test_no_death_is_told_of_a_child_that_was_closed(phone):
     it, silent = phone(), phone("never ready")
     it.wait_for(1)
-    before = time.monotonic()
-    it.link.close()
+    it.link.close(seconds=PATIENCE)
     silent.link.close()
-    assert time.monotonic() - before < 4.0, "it goes when its stdin closes"
+    assert it.link.process.returncode == 0, "it goes when its stdin closes"
     it.link.close()
     it.link.send(add(0, 1))
     time.sleep(0.3)
@@ -181,8 +189,11 @@ def test_no_death_is_told_of_a_child_that_was_closed(phone):
 def test_who_does_not_go_is_ended_by_force(phone):
     it = phone("hangs")
     it.wait_for(1)
-    time.sleep(0.1)
-    it.link.close(seconds=0.2)
+    child = psutil.Process(it.link.process.pid)
+    before = child.cpu_times().user
+    while child.cpu_times().user < before + 0.1:  # it has begun to hang
+        time.sleep(0.01)
+    it.link.close(seconds=0.1)
     assert it.link.process.returncode != 0
     assert it.is_over()
 
@@ -191,11 +202,11 @@ def test_a_child_that_is_still_importing_is_not_waited_for(tmp_path, monkeypatch
     """It does not know yet that it should listen."""
     (tmp_path / "slow_to_import.py").write_text("import time\n\ntime.sleep(60)\n", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr("stages.s09_server.link.DEAF_SECONDS", 0.3)
+    monkeypatch.setattr("stages.s09_server.link.DEAF_SECONDS", 0.2)
     child = ChildLink("slow_to_import", EngineSettings(), print, print)
     began = time.monotonic()
     child.close()
-    assert 0.2 < time.monotonic() - began < 2.0
+    assert 0.1 < time.monotonic() - began < 30.0
     assert child.process.returncode
 
 
@@ -204,7 +215,7 @@ def test_nothing_is_left_open(phone):
     before = open_files()
     for model in ("serves", "leaves", "says why", "serves"):
         phone(model).link.close()
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + PATIENCE
     while open_files() > before and time.monotonic() < deadline:  # a thread of ZeroMQ's closes them
         time.sleep(0.01)
     assert open_files() <= before

@@ -5,9 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from stages.s09_server.async_llm import AsyncLLM
-from stages.s09_server.engine_process import EngineSettings
-from stages.s09_server.loopback import Loopback
+from stages.s09_server.loopback import DryLoopback
 from stages.s09_server.page_browser import CHROMIUM, DRIVER, Browser
 from stages.s09_server.page_server import MODEL, PAGE, STEP, PageServer, made_up
 
@@ -177,7 +175,7 @@ if CHROMIUM and DRIVER:
         assert text(browser, "state") == "paused"
         browser.until("!asking")
         asked = server.asked
-        assert not server.left.wait(0.8) and server.asked == asked
+        assert not server.left.wait(0.3) and server.asked == asked  # it would ask ten times a second
         browser.run(look, False)
         browser.until(LIVE)
         assert server.asked > asked
@@ -197,13 +195,12 @@ if CHROMIUM and DRIVER:
         assert server.left.wait(5), "the server hears of it"
 
     def test_it_shows_what_a_real_server_does(browser, tiny):
-        options = {"device": "cpu", "kv_cache_mb": 2, "max_num_seqs": 8}
-        settings = EngineSettings(str(tiny("qwen2")), options, dry_run=True, dry_run_step_ms=45)
-        with Loopback(lambda: AsyncLLM.start(settings, in_process=True)) as real:
+        with DryLoopback(tiny("qwen2"), 5, kv_cache_mb=2, max_num_seqs=8) as real:
             browser.open(real.url)
             browser.until(LIVE)
-            browser.run("$('max-tokens').value = 30; $('send').click()")
-            browser.until("lines.has(1) && now.blocks.owners.includes(1) && $('running').textContent === '1'")
+            with real.slowly(0.2):
+                browser.run("$('max-tokens').value = 30; $('send').click()")
+                browser.until("lines.has(1) && now.blocks.owners.includes(1) && $('running').textContent === '1'")
             browser.until("$('answer-note').textContent.includes('ended by')")
             assert text(browser, "answer").startswith("This is a dry run")
             browser.until("lines.size === 0 && $('requests-note').textContent === 'none at the moment'")
