@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 import time
 from typing import Any
@@ -65,7 +64,7 @@ def load_engine(
         dtype=dtype,
         max_model_len=max_model_len,
         progress=sys.stderr.isatty(),
-        **given(kv_cache_mb=kv_cache_mb),
+        **known(engine, 2, "has no KV cache", kv_cache_mb=kv_cache_mb),
         **guessing(speculative, num_draft_tokens, acceptance, engine),
     )
     typer.secho(f"{llm.folder.name} ready in {time.perf_counter() - started:.1f} s", dim=True, err=True)
@@ -77,15 +76,23 @@ def given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
+def known(engine: Any, first: int, lack: str, **options: Any) -> dict[str, Any]:
+    """The options that were given. ValueError if `engine` is of a stage before the `first` that knows them.
+
+    None stands for the latest. lack: what an earlier one has not, in words.
+    """
+    wanted = given(**options)
+    number = first if engine is None else int(engine.__module__.split(".")[1][1:3])
+    if wanted and number < first:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in wanted)
+        raise ValueError(f"the engine of stage {number} {lack}: no {flags} before stage {first}")
+    return wanted
+
+
 def guessing(speculative: str | None, count: int | None, rule: Acceptance | None, engine: Any = None) -> dict[str, Any]:
     """The options of speculative decoding that were given. ValueError if `engine` has none, or nobody guesses."""
-    options = given(speculative=speculative, num_draft_tokens=count, acceptance=rule and rule.value)
-    knows = engine is None or any(
-        "speculative" in inspect.signature(each.__init__).parameters for each in engine.__mro__
-    )
-    if options and not knows:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in options)
-        raise ValueError(f"the engine of stage {int(engine.__module__.split('.')[1][1:3])} does not guess: no {flags}")
+    how = {"num_draft_tokens": count, "acceptance": rule and rule.value}
+    options = known(engine, 8, "does not guess", speculative=speculative, **how)
     if options and speculative is None:
         raise ValueError("--num-draft-tokens and --acceptance say how to guess; --speculative says who does")
     return options

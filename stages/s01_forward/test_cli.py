@@ -101,6 +101,7 @@ def test_no_guesses_asked_for_is_no_guessing(tiny):
         (["--device", "gpu"], "device 'gpu' is not supported"),
         (["--dtype", "int8"], "int8"),
         (["--stop", ""], "stop"),
+        (["--kv-cache-mb", 5, "--stage", 1], "the engine of stage 1 has no KV cache: no --kv-cache-mb before stage 2"),
         (["--speculative", "ngram", "--stage", 7], "the engine of stage 7 does not guess: no --speculative"),
         (["--num-draft-tokens", 3, "--stage", 1], "the engine of stage 1 does not guess: no --num-draft-tokens"),
         (["--num-draft-tokens", 3], "--speculative says who does"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -27,6 +28,7 @@ class Request:
     num_computed: int = 0  # tokens computed for it, recomputed ones counted again
     host_blocks: list[int] = field(default_factory=list)  # where its K/V waits while it is swapped out ...
     host_kv: int = 0  # ... and of how many tokens it is
+    arrival: float = field(default_factory=time.perf_counter)  # when it was made, by this clock
     sequence: Sequence = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,6 +52,11 @@ class Request:
     def max_kv(self) -> int:
         """Tokens whose K/V it may ever need; the last sampled one is never written."""
         return self.prompt_len + max(self.generation.token_limit - 1, 0)
+
+    @property
+    def tokens_left(self) -> int:
+        """New tokens that may still come, after those that are known or on their way (stage 07)."""
+        return self.prompt_len + self.generation.token_limit - self.sequence.num_tokens
 
     @property
     def order(self) -> tuple[int, int]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from stages.s01_forward.outputs import TokenLogprob
@@ -19,10 +16,8 @@ from stages.s09_server.params import chat_params
 from stages.s09_server.protocol import ChatRequest
 from stages.s09_server.response_models import ANSWER_ERRORS, STREAM, ChatCompletion, documented
 from stages.s09_server.service import Service, template_turns
-from stages.s09_server.sse import EventStream
+from stages.s09_server.sse import Chunks, EventStream, encode, head_of
 from stages.s09_server.token_texts import TokenTexts
-
-encode = msgspec.json.Encoder().encode
 
 
 def chat_router(service: Service) -> APIRouter:
@@ -53,11 +48,6 @@ def chat_router(service: Service) -> APIRouter:
     return router
 
 
-def head_of(kind: str, model: str) -> dict[str, Any]:
-    """What the response, or each chunk of it, begins with. Nothing inside goes by the id."""
-    return {"id": f"chatcmpl-{secrets.token_hex(16)}", "object": kind, "created": int(time.time()), "model": model}
-
-
 @dataclass
 class Collected:
     """An answer as it is put together."""
@@ -86,20 +76,16 @@ async def whole(exchange: Exchange, request: Request, model: str, texts: TokenTe
         }
         for index, answer in enumerate(answers)
     ]
-    body = {**head_of("chat.completion", model), "choices": choices, "usage": exchange.usage()}
+    body = {**head_of("chatcmpl", "chat.completion", model), "choices": choices, "usage": exchange.usage()}
     return Response(encode(body), media_type="application/json")
 
 
-class ChatChunks:
-    """The chunks of a stream: the role, then text as it comes, then why the answer ended, for each answer.
-
-    All but the text is the same in every chunk of an answer, so it is encoded once.
-    """
+class ChatChunks(Chunks):
+    """The chunks of a stream: the role, then text as it comes, then why the answer ended, for each answer."""
 
     def __init__(self, exchange: Exchange, model: str, texts: TokenTexts | None, usage: bool) -> None:
-        self.exchange, self.texts, self.usage = exchange, texts, usage
-        self.head = b"data: " + encode(head_of("chat.completion.chunk", model))[:-1] + b',"choices":['
-        self.tail = b"]" + (b',"usage":null' if usage else b"") + b"}\n\n"
+        super().__init__(exchange, head_of("chatcmpl", "chat.completion.chunk", model), usage)
+        self.texts = texts
         answers = range(exchange.num_answers)
         self.text_from = [self.head + b'{"index":%d,"delta":{"content":' % answer for answer in answers]
         self.text_to = b'},"logprobs":null,"finish_reason":null}' + self.tail
@@ -126,11 +112,4 @@ class ChatChunks:
         self, index: int, delta: dict[str, str], logprobs: object = None, finish_reason: str | None = None
     ) -> bytes:
         """A chunk of an unusual kind."""
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self.head + encode(choice) + self.tail
-
-    def end(self) -> bytes:
-        """The usage, if it was asked for."""
-        if not self.usage:
-            return b""
-        return self.head + b'],"usage":' + encode(self.exchange.usage()) + b"}\n\n"
+        return self.of_choice({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 import time
-from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from stages.s09_server.completion_text import Columns, CompletionText, completion_texts
@@ -18,9 +15,7 @@ from stages.s09_server.params import completion_params
 from stages.s09_server.protocol import CompletionRequest
 from stages.s09_server.response_models import ANSWER_ERRORS, STREAM, Completion, documented
 from stages.s09_server.service import Service
-from stages.s09_server.sse import EventStream
-
-encode = msgspec.json.Encoder().encode
+from stages.s09_server.sse import Chunks, EventStream, encode, head_of
 
 
 def completions_router(service: Service) -> APIRouter:
@@ -48,16 +43,6 @@ def completions_router(service: Service) -> APIRouter:
     return router
 
 
-def head_of(model: str) -> dict[str, Any]:
-    """What the response, or each chunk of it, begins with. Nothing inside goes by the id."""
-    return {
-        "id": f"cmpl-{secrets.token_hex(16)}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model,
-    }
-
-
 async def whole(exchange: Exchange, request: Request, model: str, texts: list[CompletionText]) -> Response:
     """The response without a stream."""
     told: list[list[AnswerEvent]] = [[] for _ in texts]
@@ -80,7 +65,7 @@ async def whole(exchange: Exchange, request: Request, model: str, texts: list[Co
                 "finish_reason": news[-1].finish_reason,
             }
         )
-    body = {**head_of(model), "choices": choices, "usage": exchange.usage()}
+    body = {**head_of("cmpl", "text_completion", model), "choices": choices, "usage": exchange.usage()}
     return Response(encode(body), media_type="application/json")
 
 
@@ -89,16 +74,12 @@ def joined(parts: list[Columns]) -> Columns:
     return {name: [value for columns in parts for value in columns[name]] for name in parts[0]} if parts else {}
 
 
-class CompletionChunks:
-    """The chunks of a stream: text as it comes; the last of an answer says why it ended.
-
-    All but the text is the same in every chunk of an answer, so it is encoded once.
-    """
+class CompletionChunks(Chunks):
+    """The chunks of a stream: text as it comes; the last of an answer says why it ended."""
 
     def __init__(self, exchange: Exchange, model: str, texts: list[CompletionText], usage: bool) -> None:
-        self.exchange, self.texts, self.usage = exchange, texts, usage
-        self.head = b"data: " + encode(head_of(model))[:-1] + b',"choices":['
-        self.tail = b"]" + (b',"usage":null' if usage else b"") + b"}\n\n"
+        super().__init__(exchange, head_of("cmpl", "text_completion", model), usage)
+        self.texts = texts
         self.text_from = [self.head + b'{"index":%d,"text":' % index for index in range(len(texts))]
         self.text_to = b',"logprobs":null,"finish_reason":null}' + self.tail
 
@@ -109,10 +90,4 @@ class CompletionChunks:
         if columns is None and event.finish_reason is None:  # nearly always
             return self.text_from[answer] + encode(text) + self.text_to if text else b""
         choice = {"index": answer, "text": text, "logprobs": columns, "finish_reason": event.finish_reason}
-        return self.head + encode(choice) + self.tail
-
-    def end(self) -> bytes:
-        """The usage, if it was asked for."""
-        if not self.usage:
-            return b""
-        return self.head + b'],"usage":' + encode(self.exchange.usage()) + b"}\n\n"
+        return self.of_choice(choice)

@@ -46,13 +46,14 @@ class EngineLoop:
         self.tokenless: list[int] = []  # of them, those that want their prompt scored and no token
         self.scored: dict[int, int] = {}  # of those who want log-probabilities: how many were told
         self.refused: dict[int, str] = {}
+        self.untold: Events = []
         self.news = False  # does the other side not know yet what an abort has freed?
         self.steps = self.tokens = self.failures = self.failed_steps = 0
 
     @property
     def has_work(self) -> bool:
         """Is there anything to step for, or to tell?"""
-        return self.engine.has_work or self.news or bool(self.refused or self.compiling)
+        return self.engine.has_work or self.news or bool(self.refused or self.compiling or self.untold)
 
     def take(self, message: ToEngine) -> None:
         """Do what a message asks for; the next step counts with it."""
@@ -108,25 +109,31 @@ class EngineLoop:
                 self.tokenless.append(answer)
 
     def step(self) -> Step:
-        """One step of the engine, if it has work, and what there is to tell."""
-        events: Events = []
+        """One step of the engine, if it has work, and what there is to tell.
+
+        An error that is raised here does not take the step's events with it: the next call tells them.
+        """
         if self.compiling:
             self.add_compiled()
         if self.engine.has_work:
             try:
                 events = self.engine.step()
-            except Exception as error:
-                events = self.engine.failed
+            except BaseException as error:  # an interrupt, too, ends the requests of its step
+                self.untold += self.engine.failed
+                if not isinstance(error, Exception):
+                    raise
                 self.failures += 1
                 self.failed_steps += 1
                 log.exception("a step failed; its requests end with it")
                 if self.failures >= MAX_FAILURES or "CUDA error" in str(error):  # of which no process recovers
                     raise
             else:
+                self.untold += events
                 if events or self.tokenless:  # else nothing is known yet: the step may still be under way, and fail
                     self.failures = 0
             self.steps += 1
         self.news = False
+        events, self.untold = self.untold, []
         return self.report(events)
 
     def report(self, events: Events) -> Step:

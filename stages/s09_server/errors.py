@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import http
+import itertools
+import json
 import re
 from collections.abc import Iterator
 from typing import Any, cast
@@ -92,10 +94,16 @@ def first_fault(error: RequestValidationError) -> ApiError:
     fault = error.errors()[0]
     where = ".".join(str(part)[:MAX_ECHO] for part in fault["loc"][1:] if part != "[key]")
     words = fault["msg"].removeprefix("Value error, ")
-    value = repr(fault["input"])
-    if fault["type"] != "missing" and len(value) <= MAX_ECHO:
+    if fault["type"] != "missing" and (value := in_short(fault["input"])):
         words += f"; it is {value}"
     return bad_request(where or None, f"{where or 'the body'}: {words}")
+
+
+def in_short(value: object) -> str:
+    """A value as JSON; nothing if that is long, of which no more is looked at than could be told."""
+    pieces = json.JSONEncoder(ensure_ascii=False, default=repr).iterencode(value)
+    text = "".join(itertools.islice(pieces, MAX_ECHO + 1))
+    return text if len(text) <= MAX_ECHO else ""
 
 
 def install(app: FastAPI) -> None:

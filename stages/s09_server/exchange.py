@@ -19,7 +19,7 @@ from stages.s09_server.metrics import Metrics
 
 
 class Exchange:
-    """Wraps an `AnswerStream`. `left`: answers that have not ended."""
+    """Wraps an `AnswerStream`. `unended`: answers that have not ended."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Exchange:
     ) -> None:
         self.stream, self.requests, self.metrics, self.llm = stream, requests, metrics, llm
         self.arrival, self.timeout = arrival, timeout
-        self.num_answers = self.left = sum(len(request.generations) for request in requests)
+        self.num_answers = self.unended = sum(len(request.generations) for request in requests)
         self.last = [0.0] * self.num_answers  # when each was heard of last; 0: never
         self.generated = self.cached = 0  # tokens
         self.failure: ApiError | None = None
@@ -71,7 +71,7 @@ class Exchange:
         self.stream.abort()
         if not self.given_up:
             self.given_up = True
-            self.metrics.finished["abort"] += self.left
+            self.metrics.finished["abort"] += self.unended
 
     async def next(self) -> list[AnswerEvent]:
         """News, of each answer at most one event; [] when all have ended or the client has gone.
@@ -105,13 +105,18 @@ class Exchange:
         return events
 
     @property
+    def left(self) -> int:
+        """Answers of which there is more to hear; one that ended badly counts until `next` has raised why."""
+        return self.unended + (self.failure is not None)
+
+    @property
     def answers_each(self) -> int:
         """Answers to each prompt."""
         return len(self.requests[0].generations)
 
     def finish(self, event: AnswerEvent, now: float) -> None:
         """An answer has ended; if badly, so does its request, and the other answers with it."""
-        self.left -= 1
+        self.unended -= 1
         self.metrics.finished[str(event.finish_reason)] += 1
         self.metrics.end_to_end.observe(now - self.arrival)
         if event.finish_reason in ("stop", "length"):

@@ -53,12 +53,17 @@ def a_prompt_or_more(value: object) -> list[Prompt]:
     return [a_prompt(prompt) for prompt in prompts]
 
 
-def a_prompt(value: object) -> Prompt:
+def a_prompt(value: Any) -> Prompt:
     """Text, or some token ids; whether there are such tokens is looked at later."""
-    if isinstance(value, list) and float in map(type, value):
-        value = [whole(token_id) for token_id in value]
-    if isinstance(value, str) or (isinstance(value, list) and set(map(type, value)) == {int}):
+    if isinstance(value, str):
         return value
+    if isinstance(value, list):
+        kinds = set(map(type, value))
+        if float in kinds:
+            value = [whole(token_id) for token_id in value]
+            kinds = set(map(type, value))
+        if kinds == {int}:
+            return value
     raise ValueError("each prompt must be text, or a list of token ids, not an empty one")
 
 

@@ -46,6 +46,16 @@ class LLM(SpeculativeLLM):
             pass
         return [request.output() for request in requests]
 
+    def stream(
+        self,
+        prompts: Prompt | Rows[Prompt],
+        sampling_params: Params = None,
+        *,
+        response_format: Mapping[str, Any] | None = None,
+    ) -> Iterator[TokenEvent]:
+        """As `generate`, token by token. What is wrong with the input is raised here, not at the first event."""
+        return self.run(self.requests.build(prompts, sampling_params), grammar_of(response_format))
+
     def run(self, requests: Rows[PromptRequest], grammar: str | None = None) -> Iterator[TokenEvent]:
         """Queue everything, then step until all of it has ended. Closing the stream early aborts the rest.
 

@@ -36,6 +36,17 @@ class Body(BaseModel):
     """A JSON object."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
+    unsupported: ClassVar[Unsupported] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_unsupported(cls, body: Any) -> Any:
+        """Nothing that would change the answer is passed over."""
+        for name, harmless in cls.unsupported.items() if isinstance(body, dict) else ():
+            value = body.get(name)
+            if value is not None and value not in harmless:
+                raise bad_request(name, f"{name} is not supported by this server", "unsupported_value")
+        return body
 
 
 class StreamOptions(Body):
@@ -51,7 +62,8 @@ class SamplingFields(Body):
         "use_beam_search": (False,), "prompt_logprobs": (), "truncate_prompt_tokens": (), "logits_processors": ([],),
         "include_stop_str_in_output": (False,), "skip_special_tokens": (True,), "return_token_ids": (False,),
         "allowed_token_ids": ([],), "bad_words": ([],), "structured_outputs": (), "guided_json": (),
-        "guided_regex": (), "guided_choice": (), "guided_grammar": (),
+        "guided_regex": (), "guided_choice": (), "guided_grammar": (), "json_schema": (), "regex": (), "ebnf": (),
+        "length_penalty": (1.0,),
     }  # fmt: skip
 
     model: str
@@ -76,16 +88,6 @@ class SamplingFields(Body):
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
     priority: Int32 | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def refuse_unsupported(cls, body: Any) -> Any:
-        """Nothing that would change the answer is passed over."""
-        for name, harmless in cls.unsupported.items() if isinstance(body, dict) else ():
-            value = body.get(name)
-            if value is not None and value not in harmless:
-                raise bad_request(name, f"{name} is not supported by this server", "unsupported_value")
-        return body
-
     @model_validator(mode="after")
     def check_stream_options(self) -> SamplingFields:
         """As OpenAI does."""
@@ -96,6 +98,8 @@ class SamplingFields(Body):
 
 class ChatMessage(Body):
     """One turn. "developer" is OpenAI's newer word for "system", which is what chat templates know."""
+
+    unsupported: ClassVar[Unsupported] = {"tool_calls": ([],), "function_call": (), "audio": (), "refusal": ("",)}
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content = ""
@@ -108,7 +112,7 @@ class ChatRequest(SamplingFields):
         "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
         "modalities": (["text"],), "audio": (), "web_search_options": (), "reasoning_effort": ("none",),
         "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],), "echo": (False,),
-        "add_generation_prompt": (True,), "continue_final_message": (False,),
+        "add_generation_prompt": (True,), "continue_final_message": (False,), "add_special_tokens": (False,),
     }  # fmt: skip
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -128,7 +132,7 @@ class ChatRequest(SamplingFields):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
-    unsupported: ClassVar[Unsupported] = SamplingFields.unsupported | {"suffix": ("",)}
+    unsupported: ClassVar[Unsupported] = SamplingFields.unsupported | {"suffix": ("",), "add_special_tokens": (True,)}
 
     prompt: Prompts
     max_tokens: Count | None = None  # 16, as OpenAI's; 0 only to `echo`, and to score, the prompt

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import secrets
+import time
+from abc import ABC, abstractmethod
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -12,6 +15,8 @@ from stages.s09_server.errors import ApiError, error_object
 from stages.s09_server.exchange import Exchange
 from stages.s09_server.messages import AnswerEvent
 
+encode = msgspec.json.Encoder().encode
+
 DONE = b"data: [DONE]\n\n"
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -20,14 +25,33 @@ HEADERS = [
 ]
 
 
-class Chunks(Protocol):
-    """How one endpoint writes its stream."""
+class Chunks(ABC):
+    """How one endpoint writes its stream. All but the text is the same in every chunk, so it is encoded once.
 
+    head: from `head_of`. usage: was it asked for?
+    """
+
+    def __init__(self, exchange: Exchange, head: dict[str, Any], usage: bool) -> None:
+        self.exchange, self.usage = exchange, usage
+        self.head = b"data: " + encode(head)[:-1] + b',"choices":['
+        self.tail = b"]" + (b',"usage":null' if usage else b"") + b"}\n\n"
+
+    @abstractmethod
     def chunk(self, event: AnswerEvent) -> bytes:
         """An event of the engine as none, one or several events of the stream."""
 
+    def of_choice(self, choice: dict[str, Any]) -> bytes:
+        """A chunk that is encoded whole."""
+        return self.head + encode(choice) + self.tail
+
     def end(self) -> bytes:
-        """What comes before the last line, when all answers have ended."""
+        """What comes before the last line, when all answers have ended: the usage, if it was asked for."""
+        return self.head + b'],"usage":' + encode(self.exchange.usage()) + b"}\n\n" if self.usage else b""
+
+
+def head_of(prefix: str, kind: str, model: str) -> dict[str, Any]:
+    """What a response, or each chunk of a stream, begins with. Nothing inside goes by the id."""
+    return {"id": f"{prefix}-{secrets.token_hex(16)}", "object": kind, "created": int(time.time()), "model": model}
 
 
 class EventStream(Response):
@@ -62,4 +86,4 @@ class EventStream(Response):
 
 def error_event(error: ApiError) -> bytes:
     """The last event of a stream that could not go on."""
-    return b"data: " + msgspec.json.encode(error_object(error)) + b"\n\n"
+    return b"data: " + encode(error_object(error)) + b"\n\n"

@@ -10,9 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from typing import Literal, TypedDict
-from weakref import WeakKeyDictionary
 
-from stages.s01_forward.generation import Generation
 from stages.s04_continuous_batching.engine import Engine, Events
 from stages.s04_continuous_batching.plan import Plan, PlannedRow
 from stages.s04_continuous_batching.request import Request
@@ -53,7 +51,7 @@ class RequestStatus(TypedDict):
 
 
 class Watch:
-    """Tells of an engine. `status` is for between two steps; only the moment of each arrival is always noted."""
+    """Tells of an engine. `status` is for between two steps."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.began = engine, time.perf_counter()
@@ -62,11 +60,9 @@ class Watch:
         self.number = 0  # of steps that were noted
         self.steps: deque[StepRecord] = deque(maxlen=MOST_STEPS)
         self.planned: tuple[int, list[Row], list[int]] = (0, [], [])  # tokens, rows and who waits, in the newest plan
-        self.arrivals: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
-        self.note_arrivals()
 
-    def status(self, since: int = 0) -> dict[str, object]:
-        """What can be shown now; of the noted steps the newest, after number `since`. The next steps will be noted."""
+    def status(self) -> dict[str, object]:
+        """What can be shown now, with the newest of the noted steps. The next steps will be noted."""
         self.asked = now = time.perf_counter()
         if not self.watching:
             self.start()
@@ -78,21 +74,10 @@ class Watch:
             "block_size": cache.block_size,
             "blocks": block_status(cache, scheduler.running),
             "requests": [self.request_status(request, now) for request in self.newest_requests()],
-            "steps": [step for step in self.steps if step["number"] > since],
+            "steps": list(self.steps),
         }
 
     # ---- requests ----------------------------------------------------------------------------------------------------
-
-    def note_arrivals(self) -> None:
-        """When each request came is not known to the engine."""
-        add_request = self.engine.add_request
-
-        def noted(generation: Generation, *, priority: int = 0, sibling: Request | None = None) -> Request:
-            request = add_request(generation, priority=priority, sibling=sibling)
-            self.arrivals[request] = time.perf_counter()
-            return request
-
-        self.engine.add_request = noted  # type: ignore[method-assign]
 
     def newest_requests(self) -> Iterable[Request]:
         """Those that run, then those that wait, as far as an answer goes; each in the order in which it is served."""
@@ -112,7 +97,7 @@ class Watch:
             "blocks": len(request.sequence.block_table),
             "cached_tokens": request.num_cached_tokens,
             "preemptions": request.num_preemptions,
-            "age": now - self.arrivals.get(request, self.began),
+            "age": now - request.arrival,
         }
 
     # ---- steps -------------------------------------------------------------------------------------------------------

@@ -410,8 +410,9 @@ class TestRefusals:
 
     @pytest.mark.parametrize("token_id", ["512", "-1", "abc", "3.5"])
     def test_a_bias_outside_the_vocabulary(self, client, token_id):
-        param = "prompt" if token_id == "512" else f"logit_bias.{token_id}"  # no key, or a token that there is not
-        refused(client.post(COMPLETIONS, json=completion(logit_bias={token_id: 1})), 400, param)
+        param = "logit_bias" if token_id == "512" else f"logit_bias.{token_id}"  # a token that there is not, or no key
+        for path, body in ((COMPLETIONS, completion()), (CHAT, chat())):
+            refused(client.post(path, json=body | {"logit_bias": {token_id: 1}}), 400, param)
         assert answer(client, COMPLETIONS, completion(logit_bias={"511": 1}))
 
     @pytest.mark.parametrize("token_id", [512, -1, 10**6])
@@ -555,6 +556,29 @@ class TestTheEngineEnds:
         assert puppet.num_open == 0
 
     @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize(("path", "body"), [(CHAT, chat(n=2)), (COMPLETIONS, completion(n=2))])
+    def test_the_last_one_fails_as_another_ends(self, tokenizer, path, body, stream):
+        """Both are heard of at once; no client is told that all went well."""
+        puppet = Puppet(tokenizer)
+
+        async def scenario():
+            transport = httpx.ASGITransport(make_app(puppet, ApiSettings(("m",))))
+            async with httpx.AsyncClient(transport=transport, base_url="http://puppet") as client:
+                asked = asyncio.create_task(client.post(path, json=body | {"stream": stream}))
+                while not puppet.streams:
+                    await asyncio.sleep(0)
+                puppet.say("all", 0, finish_reason="stop")
+                puppet.say("half", 1, finish_reason="error", error="the step failed")
+                return await asked
+
+        response = asyncio.run(asyncio.wait_for(scenario(), 30))
+        if stream:
+            *_, last, rest = response.text.split("\n\n")
+            assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the step failed" and rest == ""
+        else:
+            assert "the step failed" in refused(response, 500, None, "answer_failed")
+
+    @pytest.mark.parametrize("stream", [False, True])
     def test_death(self, tokenizer, stream):
         """2 run, 1 waits, another comes after: each hears of it."""
         puppet = Puppet(tokenizer)
@@ -571,7 +595,7 @@ class TestTheEngineEnds:
                 responses = await asyncio.gather(*asked)
                 return [*responses, await client.post(CHAT, json=body), await client.get("/health")]
 
-        responses = asyncio.run(asyncio.wait_for(scenario(), 5))
+        responses = asyncio.run(asyncio.wait_for(scenario(), 30))
         assert len(responses) == 5
         for response in responses:
             assert "out of memory" in refused(response, 503, None, "engine_dead")

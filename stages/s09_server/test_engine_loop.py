@@ -135,6 +135,21 @@ def test_an_error_of_the_gpu_is_the_end_at_once():
         loop.step()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt("stop"), RuntimeError("CUDA error")], ids=repr)
+def test_what_is_raised_does_not_take_the_news_with_it(error):
+    """Somebody reads several streams in turns and is interrupted in one: the others must not wait for ever."""
+    loop = make()
+    loop.take(add(1, n=2))
+    loop.step()
+    loop.engine.runner.fail = [error]
+    with pytest.raises(type(error)):
+        loop.step()
+    assert not loop.engine.has_work
+    words = f"{type(error).__name__}: {error}"
+    assert [step.errors for step in run(loop)] == [{1: words, 2: words}]
+    assert is_clean(loop)
+
+
 class LateFailures(LateRunner):
     """Every step starts well, and fails when its tokens are read, as steps of a GPU do."""
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -17,6 +18,7 @@ from stages.s09_server.limits import BodyLimit
 from stages.s09_server.loopback import Loopback
 from stages.s09_server.puppet import LENGTH, Puppet
 from stages.s09_server.service import LONG_TEXT
+from stages.s09_server.token_routes import MANY_TOKENS
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LIMIT = 2**20  # bytes
@@ -58,16 +60,21 @@ def response(client: socket.socket) -> tuple[int, bytes]:
     return int(head.split()[1]), body
 
 
-def get(puppet: Puppet, path: str, method: str = "GET", headers=None, body=None, draining=False, **settings):
-    """A response, in process."""
+def get_all(puppet: Puppet, asked: dict[str, str], headers=None, body=None, draining=False, **settings):
+    """Responses, in process. asked: the method of each path."""
 
     async def go():
         app = make_app(puppet, ApiSettings(("m",), **settings))
         app.state.service.draining = draining
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://puppet") as client:
-            return await client.request(method, path, headers=headers, json=body)
+            return [await client.request(asked[path], path, headers=headers, json=body) for path in asked]
 
     return asyncio.run(go())
+
+
+def get(puppet: Puppet, path: str, method: str = "GET", headers=None, body=None, **settings):
+    """A response, in process."""
+    return get_all(puppet, {path: method}, headers, body, **settings)[0]
 
 
 def refused(response: httpx.Response, status: int, code: str) -> None:
@@ -175,25 +182,25 @@ class TestLongPrompts:
     )
     def test_they_are_refused_in_no_time(self, roomy, path, fields):
         body = json.dumps({"model": "m"} | fields).encode()
-        for _ in range(3):  # something else may keep the machine busy
-            began = time.perf_counter()
+        took = []
+        while len(took) < 3 and min(took, default=1.0) >= 1:
+            began = time.process_time()  # client and server, whatever else keeps the machine busy
             with roomy.connect(path, body) as client:
                 status, content = response(client)
+            took.append(time.process_time() - began)
             assert status == 400 and len(content) < 1000
-            if time.perf_counter() - began < 1:
-                return
-        raise AssertionError("each of three times it took more than a second")
+        assert min(took) < 1, took  # 0.1 at most on a small server; to make tokens of a million words takes 5
 
     def test_nobody_waits_for_a_long_text(self, tokenizer, monkeypatch):
         """While a thread makes tokens of one, another request comes and goes."""
         puppet = Puppet(tokenizer, ANSWER)
         long = "2" * (LONG_TEXT + 1)
-        slept = []
+        begun, may_end = threading.Event(), threading.Event()
 
         def encode(text):
             if text == long:
-                time.sleep(0.5)
-                slept.append(time.perf_counter())
+                begun.set()
+                assert may_end.wait(20)
             return [5]
 
         monkeypatch.setattr(tokenizer, "encode", encode)
@@ -203,13 +210,13 @@ class TestLongPrompts:
             transport = httpx.ASGITransport(make_app(puppet, ApiSettings(("m",))))
             async with httpx.AsyncClient(transport=transport, base_url="http://puppet") as client:
                 slow = asyncio.create_task(client.post(COMPLETIONS, json={"model": "m", "prompt": long}))
-                await asyncio.sleep(0.05)
+                while not begun.is_set():
+                    await asyncio.sleep(0.001)
                 quick = await client.post(COMPLETIONS, json={"model": "m", "prompt": "x"})
-                return quick.status_code, time.perf_counter(), (await slow).status_code
+                may_end.set()
+                return quick.status_code, (await slow).status_code
 
-        quick, at, slow = asyncio.run(scenario())
-        assert (quick, slow) == (200, 200)
-        assert at < slept[0]
+        assert asyncio.run(asyncio.wait_for(scenario(), 30)) == (200, 200)
 
     def test_as_long_as_fits(self, tokenizer, monkeypatch):
         """The bound on characters refuses nothing that the model could take, and the next token is too much."""
@@ -221,6 +228,20 @@ class TestLongPrompts:
             body = {"model": "m", "prompt": text}
             assert get(Puppet(tokenizer, ANSWER), COMPLETIONS, "POST", body=body).status_code == status
 
+    def test_a_thread_puts_many_tokens_together(self, tokenizer, monkeypatch):
+        threads = set()
+
+        def token_bytes(token_id, skip_special):
+            threads.add(threading.current_thread())
+            return b"a"
+
+        monkeypatch.setattr(tokenizer, "token_bytes", token_bytes)
+        for count in (MANY_TOKENS, MANY_TOKENS + 1):
+            response = get(Puppet(tokenizer), "/detokenize", "POST", body={"tokens": [5] * count})
+            assert response.json() == {"prompt": "a" * count}
+            assert (threads == {threading.main_thread()}) == (count == MANY_TOKENS)
+            threads.clear()
+
 
 class TestApiKey:
     ALLOWED = ("/health", "/version", "/metrics", "/openapi.json")
@@ -231,8 +252,7 @@ class TestApiKey:
     def test_without_it(self, tokenizer, header):
         headers = {} if header is None else {"Authorization": header.encode()}
         asked = {"/v1/models": "GET", CHAT: "POST", COMPLETIONS: "POST", "/tokenize": "POST", "/status": "GET"}
-        for path, method in asked.items():
-            response = get(Puppet(tokenizer), path, method, headers, api_key="key")
+        for response in get_all(Puppet(tokenizer), asked, headers, api_key="key"):
             refused(response, 401, "invalid_api_key")
             assert "key" not in response.json()["error"]["message"].replace("API key", "")
 
@@ -240,7 +260,8 @@ class TestApiKey:
         assert get(Puppet(tokenizer), "/v1/models", headers={"Authorization": "Bearer key"}, api_key="key").is_success
 
     def test_what_machines_ask_needs_none(self, tokenizer):
-        assert all(get(Puppet(tokenizer), path, api_key="key").is_success for path in self.ALLOWED)
+        asked = dict.fromkeys(self.ALLOWED, "GET")
+        assert all(response.is_success for response in get_all(Puppet(tokenizer), asked, api_key="key"))
 
     def test_below_a_proxys_path(self, tokenizer):
         """A server may be told of it, and then sees it in each path."""

@@ -4,13 +4,15 @@ import asyncio
 
 import msgspec
 import pytest
+from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from stages.s01_forward.sampling_params import SamplingParams
-from stages.s09_server.errors import ApiError, error_object, refusing
+from stages.s09_server.errors import ApiError, error_object, first_fault, refusing
+from stages.s09_server.fields import a_prompt
 from stages.s09_server.json_body import JsonRequest
 from stages.s09_server.params import chat_params, completion_params
-from stages.s09_server.protocol import ChatRequest, CompletionRequest
+from stages.s09_server.protocol import ChatMessage, ChatRequest, CompletionRequest
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -34,6 +36,10 @@ def refusal(make=completion, **fields) -> str:
         assert caught.value.status_code == 400
         return str(caught.value.param)
     return ".".join(map(str, caught.value.errors()[0]["loc"]))
+
+
+def fault(given: object, kind: str = "value_error") -> RequestValidationError:
+    return RequestValidationError([{"loc": ("body", "stop"), "msg": "no", "type": kind, "input": given}])
 
 
 class TestDefaults:
@@ -142,6 +148,19 @@ class TestPrompt:
     def test_no_prompt(self, prompt):
         assert refusal(prompt=prompt) == "prompt"
 
+    def test_a_long_one_is_gone_through_once(self):
+        """No stream is served meanwhile."""
+
+        class Counted(list):
+            times = 0
+
+            def __iter__(self):
+                self.times += 1
+                return super().__iter__()
+
+        token_ids = Counted([7] * 5)
+        assert a_prompt(token_ids) is token_ids and token_ids.times == 1
+
 
 class TestMessages:
     @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
@@ -184,6 +203,32 @@ class TestUnsupported:
     def test_what_asks_for_nothing_special_passes(self, make, name):
         for value in (*make().unsupported[name], None):
             assert sampling(make, **{name: value}) == sampling(make)
+
+    @pytest.mark.parametrize(("name", "value"), [
+        ("regex", "a+"), ("ebnf", 'root ::= "a"'), ("json_schema", "{}"), ("length_penalty", 0.5),
+    ])  # fmt: skip
+    @pytest.mark.parametrize("make", [chat, completion])
+    def test_what_other_servers_know(self, make, name, value):
+        assert refusal(make, **{name: value}) == name
+
+    def test_special_tokens_are_added_as_ever(self):
+        """To a plain text, and to no conversation, whose template writes them."""
+        assert refusal(chat, add_special_tokens=True) == refusal(completion, add_special_tokens=False)
+        assert completion(add_special_tokens=True) == completion()
+        assert chat(add_special_tokens=False) == chat()
+
+    @pytest.mark.parametrize(("name", "value"), [
+        ("tool_calls", [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]),
+        ("function_call", {"name": "f", "arguments": "{}"}), ("audio", {"id": "1"}), ("refusal", "No."),
+    ])  # fmt: skip
+    def test_what_a_message_says_besides_its_text(self, name, value):
+        """The model would not read it."""
+        said = {"role": "assistant", "content": None}
+        with pytest.raises(ApiError, match=f"^400: {name} is not supported") as caught:
+            chat(messages=[*HELLO, said | {name: value}])
+        assert (caught.value.param, caught.value.code) == (name, "unsupported_value")
+        for nothing in (*ChatMessage.unsupported[name], None):
+            assert chat(messages=[*HELLO, said | {name: nothing}]) == chat(messages=[*HELLO, said])
 
     def test_what_stock_clients_send_besides_passes(self):
         extras = {"user": "u", "metadata": {}, "store": False, "max_token": 4, "service_tier": "auto"}
@@ -297,6 +342,30 @@ class TestErrorObjects:
         with pytest.raises(ApiError) as caught, refusing("prompt", CompletionRequest):
             raise ValueError("no field begins these words")
         assert caught.value.param == "prompt"
+
+    @pytest.mark.parametrize(
+        ("given", "told"),
+        [("a", '"a"'), (True, "true"), (None, "null"), ([1.5, {"é": []}], '[1.5, {"é": []}]'), ([[7] * 101], None),
+         ("a" * 101, None), ({str(number): 1 for number in range(101)}, None)],
+        ids=lambda value: repr(value)[:20],
+    )  # fmt: skip
+    def test_a_short_value_is_told_back(self, given, told):
+        words = str(first_fault(fault(given)).detail)
+        assert words == "stop: no" + (f"; it is {told}" if told else "")
+
+    def test_a_long_value_is_not_written_out(self):
+        """A body of 8 MB would hold up every stream for that."""
+        written = []
+
+        class Part:
+            def __repr__(self) -> str:
+                written.append(self)
+                return "part"
+
+        for given in ([Part()] * 10_000, {"within": [Part()] * 10_000}):
+            first_fault(fault(given))
+            first_fault(fault(given, "missing"))
+        assert 0 < len(written) < 250
 
     def test_a_mistake_of_ours_is_not_the_clients(self):
         with pytest.raises(KeyError), refusing("prompt", CompletionRequest):

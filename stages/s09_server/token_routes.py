@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -17,6 +18,7 @@ from stages.s09_server.service import Service, template_turns
 from stages.s09_server.token_texts import TokenTexts
 
 MAX_TOKENS = 2**18  # of a text to be put together
+MANY_TOKENS = 2**12  # a thread puts together more, so that no stream waits
 
 
 class TokenizeRequest(Body):
@@ -71,10 +73,15 @@ def token_router(service: Service) -> APIRouter:
         """The text of token ids, special tokens included."""
         if body.model is not None:
             service.check_model(body.model)
-        with refusing("tokens", DetokenizeRequest):
+        tokenizer, last = service.tokenizer, service.llm.info.vocab_size - 1
+
+        def text() -> str:
             for token_id in body.tokens:
-                check_int("a token id of tokens", token_id, 0, service.llm.info.vocab_size - 1)
-        raw = b"".join(service.tokenizer.token_bytes(token_id, skip_special=False) for token_id in body.tokens)
-        return {"prompt": raw.decode("utf-8", errors="replace")}
+                check_int("tokens: a token id", token_id, 0, last)
+            raw = b"".join(tokenizer.token_bytes(token_id, skip_special=False) for token_id in body.tokens)
+            return raw.decode("utf-8", errors="replace")
+
+        with refusing("tokens", DetokenizeRequest):
+            return {"prompt": text() if len(body.tokens) <= MANY_TOKENS else await asyncio.to_thread(text)}
 
     return router
