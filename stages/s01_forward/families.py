@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,16 @@ def size(raw: dict[str, Any], key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"config.json: {key} is {value!r}; it must be a whole number of at least 1")
     return value
+
+
+def number(raw: dict[str, Any], key: str, default: float | None = None) -> float:
+    """A number that the file may state; `default` where it does not, or says null. KeyError without either."""
+    value = default if raw.get(key) is None else raw[key]
+    if value is None:
+        raise KeyError(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
+        raise ValueError(f"config.json: {key} is {value!r}; it must be a number")
+    return float(value)
 
 
 def supported_family(raw: dict[str, Any]) -> Family:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stages.s01_forward.families import UnsupportedModel
+from stages.s01_forward.families import UnsupportedModel, number
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,17 @@ def read_rope(raw: dict[str, Any]) -> RopeConfig:
         raise UnsupportedModel(f"rope_type {kind!r} is not supported; supported are {', '.join(INV_FREQ)}")
     if table.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UnsupportedModel("partial_rotary_factor is not supported; every element of a head must be rotated")
-    original = raw.get("original_max_position_embeddings") or table.get("original_max_position_embeddings")
+    original = number(table, "original_max_position_embeddings", number(raw, "max_position_embeddings"))
+    original = number(raw, "original_max_position_embeddings", original)
     config = RopeConfig(
-        theta=float(table.get("rope_theta", raw.get("rope_theta", 10_000.0))),
+        theta=number(table, "rope_theta", number(raw, "rope_theta", 10_000.0)),
         type=kind,
-        factor=float(table["factor"]) if kind != "default" else 1.0,
-        original_length=original or raw["max_position_embeddings"],
-        low_freq_factor=float(table["low_freq_factor"]) if kind == "llama3" else 1.0,
-        high_freq_factor=float(table["high_freq_factor"]) if kind == "llama3" else 4.0,
-        beta_fast=float(table.get("beta_fast") or 32.0),
-        beta_slow=float(table.get("beta_slow") or 1.0),
+        factor=number(table, "factor") if kind != "default" else 1.0,
+        original_length=int(original),
+        low_freq_factor=number(table, "low_freq_factor") if kind == "llama3" else 1.0,
+        high_freq_factor=number(table, "high_freq_factor") if kind == "llama3" else 4.0,
+        beta_fast=number(table, "beta_fast", 32.0),
+        beta_slow=number(table, "beta_slow", 1.0),
         attention_factor=yarn_attention_factor(table) if kind == "yarn" else 1.0,
         truncate=table.get("truncate", True),
     )
@@ -85,13 +86,15 @@ def rope_settings(raw: dict[str, Any]) -> dict[str, Any]:
 def yarn_attention_factor(table: dict[str, Any]) -> float:
     """YaRN's temperature, 0.1 ln(factor) + 1 unless the file states another (Peng et al. 2023, eq. 22)."""
 
+    factor = number(table, "factor")
+
     def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(table["factor"]) + 1.0 if table["factor"] > 1 else 1.0
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if table.get("attention_factor") is not None:
-        return float(table["attention_factor"])
+        return number(table, "attention_factor")
     if table.get("mscale") and table.get("mscale_all_dim"):
-        return mscale(table["mscale"]) / mscale(table["mscale_all_dim"])
+        return mscale(number(table, "mscale")) / mscale(number(table, "mscale_all_dim"))
     return mscale(1.0)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from stages.s01_forward.constraint import Constraint
 from stages.s01_forward.noise import exponential_noise
 from stages.s01_forward.outputs import NOT_FINITE, SampledToken, TokenLogprob
-from stages.s01_forward.sampling_params import SamplingParams
+from stages.s01_forward.sampling_params import GREEDY_BELOW, SamplingParams
 
 
 class SampleRow(Protocol):
@@ -133,12 +133,15 @@ def choose(logits: Tensor, batch: SamplingBatch) -> Tensor:
     random = batch.temperature > 0
     if not bool(random.any()):
         return greedy
-    temperature = torch.where(random, batch.temperature, 1.0)[:, None]
-    # Subtracting the largest logit first keeps the quotient finite for every temperature.
-    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature  # [N, V]
-    scaled = keep_min_p(keep_top_p(keep_top_k(scaled, batch.top_k), batch.top_p), batch.min_p)
-    race = scaled - exponential_noise(batch.seed, batch.position, logits.shape[-1]).log()
+    race = filtered(logits, batch) - exponential_noise(batch.seed, batch.position, logits.shape[-1]).log()
     return torch.where(random, race.argmax(-1), greedy)
+
+
+def filtered(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """What rows are drawn from: logits [N, V] over the temperature, -inf outside top-k, top-p and min-p."""
+    # Subtracting the largest logit first keeps the quotient finite for every temperature.
+    scaled = (logits - logits.amax(-1, keepdim=True)) / batch.temperature[:, None].clamp(min=GREEDY_BELOW)  # [N, V]
+    return keep_min_p(keep_top_p(keep_top_k(scaled, batch.top_k), batch.top_p), batch.min_p)
 
 
 def keep_top_k(logits: Tensor, k: Tensor) -> Tensor:

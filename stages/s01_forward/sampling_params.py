@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -63,7 +63,7 @@ class SamplingParams:
         check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         for token_id, bias in self.logit_bias.items():
-            check_int("a token id of logit_bias", token_id, 0)
+            check_int("logit_bias: a token id", token_id, 0)
             check_float(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
         if self.seed is not None:
             check_int("seed", self.seed, -(2**63), 2**64 - 1)
@@ -72,7 +72,7 @@ class SamplingParams:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop holds {text!r}; stop strings must be non-empty text")
         for token_id in self.stop_token_ids:
-            check_int("a token id of stop_token_ids", token_id, 0)
+            check_int("stop_token_ids: a token id", token_id, 0)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
@@ -114,7 +114,7 @@ def check_float(name: str, value: object, low: float, high: float | None = None,
     """A finite number in [low, high], or (low, high] with `open_low`. NaN is in no range."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; it must be a number")
-    inside = (low < value or (low == value and not open_low)) and value <= (math.inf if high is None else high)
-    if not inside or value == math.inf:
+    most = sys.float_info.max if high is None else high
+    if not ((low < value or (low == value and not open_low)) and value <= most):
         bounds = f"{'above' if open_low else 'at least'} {low}" + (f" and at most {high}" if high is not None else "")
         raise ValueError(f"{name} is {value}; it must be a finite number, {bounds}")

@@ -206,3 +206,22 @@ def test_a_folder_without_tokenizer_json(tmp_path, tiny):
     (tmp_path / "config.json").write_bytes((tiny("qwen2") / "config.json").read_bytes())
     with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
         Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_broken_file(name, tmp_path, tiny):
+    """The error says which folder it is about, whatever the libraries below raise."""
+    for path in tiny("qwen2").glob("*.json*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / name).write_text("[1]", encoding="utf-8")
+    with pytest.raises(ValueError, match="the tokenizer in .* cannot be read: ") as caught:
+        Tokenizer(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_conversation_is_one(byte_level):
+    """Of two conversations the library would make a list, and we its text."""
+    mine, _ = byte_level
+    for messages in ([[{"role": "user", "content": "Hi"}]], ["Hi"]):
+        with pytest.raises(ValueError, match="template takes messages like .*, not .*Hi"):
+            mine.encode_chat(messages)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,10 @@ class Tokenizer:
 
         if not (Path(folder) / "tokenizer.json").exists():
             raise ValueError(f"{folder} has no tokenizer.json; only tokenizers in that format are supported")
-        self._hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        try:
+            self._hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # of any kind, and few of them name a file
+            raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
         self._bytes: dict[int, bytes] = {}  # of each token that was met
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
@@ -33,6 +36,9 @@ class Tokenizer:
         """Token ids of a conversation. The template writes its special tokens itself: none are added again."""
         if not self.has_chat_template:
             raise ValueError("this model's tokenizer has no chat template; pass plain text or token ids")
+        if strange := [turn for turn in messages if not isinstance(turn, Mapping)]:
+            wanted = {"role": "user", "content": "..."}
+            raise ValueError(f"the chat template takes messages like {wanted}, not {strange[0]!r}")
         try:
             text = self._hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except (TemplateError, TypeError, AttributeError) as error:  # a role it does not know, no content, ...

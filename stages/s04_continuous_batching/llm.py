@@ -23,6 +23,8 @@ from stages.s04_continuous_batching.runner import Runner
 from stages.s04_continuous_batching.scheduler import Scheduler
 from stages.s04_continuous_batching.swap import SwapSpace
 
+MAX_SEQS, MAX_SWAP_MB = 2**16, 2**20  # the books have a line for each row and for each of the host's blocks
+
 
 class LLM(BaseLLM):
     """Requests join and leave the batch at every step.
@@ -46,9 +48,9 @@ class LLM(BaseLLM):
         swap_mb: float = 0,
         **options: Any,
     ) -> None:
-        check_int("max_num_seqs", max_num_seqs, 1)
+        check_int("max_num_seqs", max_num_seqs, 1, MAX_SEQS)
         check_int("block_size", block_size, 1)
-        check_float("swap_mb", swap_mb, 0)
+        check_float("swap_mb", swap_mb, 0, MAX_SWAP_MB)
         super().__init__(model, **options)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = self.token_budget(max_num_batched_tokens)

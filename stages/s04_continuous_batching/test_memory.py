@@ -1,5 +1,6 @@
 """How large the cache may be: arithmetic on what is free, in use, and needed for the largest step."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -61,9 +62,15 @@ def test_a_cpu_gives_half_of_what_is_free_and_no_more_than_4_gib(free, expected,
 
 
 def test_free_memory_of_the_host_is_a_number_everywhere(monkeypatch):
-    """Where the system has no such question, 4 GiB are assumed."""
+    """Files that were read stay in memory until it is needed; where the system does not say, 4 GiB are assumed."""
     assert memory.free_host_bytes() > MB
-    monkeypatch.delattr("os.sysconf", raising=False)
+    told = "MemTotal: 24600000 kB\nMemFree: 3000 kB\nMemAvailable:    5000 kB\nBuffers: 7 kB\n"
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding: told)
+    assert memory.free_host_bytes() == 5000 * 1024
+    for silent in ("", "MemAvailable:", "MemAvailable: much"):
+        monkeypatch.setattr(Path, "read_text", lambda path, encoding, silent=silent: silent)
+        assert memory.free_host_bytes() == 4 * 2**30
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding: path.joinpath("there is no such file").read_bytes())
     assert memory.free_host_bytes() == 4 * 2**30
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from stages.s03_paged_kv.paged_cache import PagedCache
 from stages.s04_continuous_batching.fuzz_scheduler import SchedulerFuzz, main
 from stages.s04_continuous_batching.plan import Plan
+from stages.s04_continuous_batching.request import Request
 from stages.s04_continuous_batching.scheduler import Scheduler
 from stages.s04_continuous_batching.swap import SwapSpace
-from stages.s05_chunked_prefill.scheduler import ChunkedScheduler
+from stages.s05_chunked_prefill.scheduler import ChunkedScheduler, awaits_sibling
 
 
 class ChunkedFuzz(SchedulerFuzz):
@@ -18,6 +19,10 @@ class ChunkedFuzz(SchedulerFuzz):
     def make_scheduler(self, cache: PagedCache, swap: SwapSpace, max_num_seqs: int, budget: int) -> Scheduler:
         self.max_chunk = self.rng.choice((None, None, 1, 2, self.rng.randint(1, budget)))
         return ChunkedScheduler(cache, swap, max_num_seqs, budget, self.max_chunk)
+
+    def stands_aside(self, request: Request) -> bool:
+        """Who waits for a sibling's prompt."""
+        return awaits_sibling(request)
 
     def check_plan(self, plan: Plan) -> None:
         """No chunk is too large, no decode waits, and no token of the budget is left while somebody could use it."""

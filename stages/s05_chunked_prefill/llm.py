@@ -11,7 +11,7 @@ from stages.s04_continuous_batching.scheduler import Scheduler
 from stages.s04_continuous_batching.swap import SwapSpace
 from stages.s05_chunked_prefill.scheduler import ChunkedScheduler
 
-DEFAULT_BUDGET = 2048  # tokens of a step
+DEFAULT_BUDGET, MAX_BUDGET = 2048, 2**20  # tokens of a step
 
 
 class LLM(BatchingLLM):
@@ -30,7 +30,7 @@ class LLM(BatchingLLM):
     def token_budget(self, wanted: int | None) -> int:
         """Any budget will do that lets every running request decode."""
         budget = max(DEFAULT_BUDGET, self.max_num_seqs) if wanted is None else wanted
-        check_int("max_num_batched_tokens", budget, self.max_num_seqs)
+        check_int("max_num_batched_tokens", budget, self.max_num_seqs, MAX_BUDGET)
         return budget
 
     def make_scheduler(self, cache: PagedCache, swap: SwapSpace) -> Scheduler:

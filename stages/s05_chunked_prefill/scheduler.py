@@ -38,6 +38,15 @@ class ChunkedScheduler(Scheduler):
         """Decodes first: a reader waits for each of their tokens."""
         return sorted(self.running, key=lambda request: request.sequence.num_new > 1)
 
+    def admit_waiting(self, step: Step) -> None:
+        """As before, but who waits for a sibling's prompt stands aside meanwhile: in chunks that takes many steps."""
+        aside: list[Request] = []
+        super().admit_waiting(step)
+        while self.waiting and len(self.running) < self.max_num_seqs and awaits_sibling(self.waiting[0]):
+            aside.append(self.waiting.pop(0))
+            super().admit_waiting(step)
+        self.waiting[:0] = aside
+
     def check_budget(self, request: Request) -> None:
         """Any length can be computed in chunks."""
 
@@ -45,3 +54,11 @@ class ChunkedScheduler(Scheduler):
         """A decode that was planned already may have to make room for an older request's chunk."""
         step.drop(request)
         super().preempt(request, step)
+
+
+def awaits_sibling(request: Request) -> bool:
+    """Is the prompt's K/V, which it will share, still to be planned for an earlier answer to the same prompt?"""
+    sibling = request.sibling
+    if sibling is None or sibling.state != "running" or request.host_blocks:
+        return False
+    return sibling.sequence.num_kv < request.prompt_len - 1

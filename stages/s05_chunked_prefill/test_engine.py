@@ -268,9 +268,10 @@ def test_long_prompts_through_a_budget_far_below_them(tiny):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0; it must be at least 64"),
-        ({"max_num_batched_tokens": 63}, "max_num_batched_tokens is 63; it must be at least 64"),
-        ({"max_num_batched_tokens": 3, "max_num_seqs": 4}, "max_num_batched_tokens is 3; it must be at least 4"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0; it must be between 64 and 1048576"),
+        ({"max_num_batched_tokens": 63}, "max_num_batched_tokens is 63; it must be between 64 and"),
+        ({"max_num_batched_tokens": 3, "max_num_seqs": 4}, "max_num_batched_tokens is 3; it must be between 4 and"),
+        ({"max_num_batched_tokens": 10**9}, "max_num_batched_tokens is 1000000000; .* 1048576"),
         ({"max_num_batched_tokens": -1}, "max_num_batched_tokens is -1"),
         ({"max_num_batched_tokens": 64.0}, "max_num_batched_tokens is 64.0; it must be a whole number"),
         ({"max_num_batched_tokens": True}, "max_num_batched_tokens is True"),

@@ -270,6 +270,20 @@ def test_a_cap_leaves_room_for_others():
     assert firsts == {None: {0: 3, 1: 4, 2: 4}, 6: {0: 9, 1: 1, 2: 0}}
 
 
+def test_who_waits_for_a_siblings_prompt_lets_others_in():
+    """A second answer to a prompt of many chunks stands first in the queue, and starts after the last of them."""
+    chunked = engine(max_chunk=4)
+    first = chunked.add_request(generation(LONG[:40], 3))
+    second = chunked.add_request(generation(LONG[:40], 3), sibling=first)
+    chunked.add_request(generation([5, 6], 1))
+    chunked.add_request(generation([7, 8], 1))
+    chunked.step()
+    assert spans(chunked.runner.plans[0]) == [(0, 0, 4, False), (2, 0, 2, True), (3, 0, 2, True)]
+    assert chunked.scheduler.waiting == [second], "it keeps its place"
+    started = [plan for plan in steps(chunked) if any(row[0] == 1 for row in plan)]
+    assert started[0] == [(0, 40, 1, True), (1, 39, 1, True)], "and shares all but the prompt's last token"
+
+
 def test_a_step_is_full_while_there_is_work_for_it():
     chunked = engine(rows=8)
     for number in range(8):

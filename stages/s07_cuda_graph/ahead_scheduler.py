@@ -56,5 +56,4 @@ def gives_token(row: PlannedRow) -> bool:
 
 def complete(request: Request) -> bool:
     """Are all tokens that it may generate known or pending?"""
-    limit = request.generation.token_limit
-    return limit > 0 and len(request.sequence.token_ids) - request.prompt_len >= limit
+    return request.generation.token_limit > 0 and request.tokens_left <= 0

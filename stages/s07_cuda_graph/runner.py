@@ -62,8 +62,8 @@ class GraphRunner:
         self.state = step.state
         self.slots = Slots(self.state, step.shape.block_size)
         device, S = self.state.flat.device, self.state.num_slots
-        # Every entry of the state as an edit, every token of a step, and a few numbers for each row.
-        self.mailbox = Mailbox(2 * self.state.flat.numel() + max_num_tokens + 2**16, device)
+        # Every entry of the state as an edit, each token of a step and a tile for it, and a few numbers for each row.
+        self.mailbox = Mailbox(2 * self.state.flat.numel() + 3 * max_num_tokens + 2**16, device)
         self.out = Ring(S * queries, device)
         self.sent: dict[StepSize, list[int]] = {}  # slots that lie in a decode graph's inputs
         self.tap: list[Tensor] | None = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from collections.abc import Sequence as Rows
+from dataclasses import replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
@@ -13,30 +15,17 @@ from stages.s01_forward.sampler import SamplingBatch, choose
 from stages.s02_kv_cache.batch import Batch
 from stages.s02_kv_cache.contiguous_cache import BlockCopy
 from stages.s02_kv_cache.kv_store import KVStore
+from stages.s02_kv_cache.sequence import Sequence
 from stages.s03_paged_kv.attention_plan import AttentionShape
 from stages.s03_paged_kv.context import PagedContext
 from stages.s03_paged_kv.ops import PagedOps
 from stages.s03_paged_kv.paged_cache import PagedCache
 from stages.s04_continuous_batching.request import Request
+from stages.s04_continuous_batching.span import Span
 from stages.s08_speculative.proposer import Draft
 from stages.s08_speculative.verify import OTHER_DRAWS, adjust_all, distributions, prefixes
 
 CATCH_UP = 2048  # tokens of one forward pass over what the draft model has not read yet
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens [num_kv, num_tokens) of a sequence with its guesses: what a `Batch` and a context ask for."""
-
-    token_ids: list[int]
-    block_table: list[int]
-    num_kv: int
-    num_tokens: int
-
-    @property
-    def num_new(self) -> int:
-        """Tokens to compute."""
-        return self.num_tokens - self.num_kv
 
 
 class DraftModelProposer:
@@ -50,7 +39,8 @@ class DraftModelProposer:
         self, model: Model, ops: PagedOps, store: KVStore, shape: AttentionShape, cache: PagedCache, drawn: bool
     ) -> None:
         self.model, self.ops, self.store, self.shape, self.cache, self.drawn = model, ops, store, shape, cache, drawn
-        self.read: dict[Request, tuple[int, list[int]]] = {}  # its preemptions then, and the tokens whose K/V is there
+        # Its preemptions then, how many of its tokens have K/V here, and the guesses after them that have.
+        self.read: dict[Request, tuple[int, int, list[int]]] = {}
 
     @torch.inference_mode()
     def propose(self, wanted: Mapping[Request, int]) -> dict[Request, Draft]:
@@ -79,7 +69,7 @@ class DraftModelProposer:
         shared = cache.pool.is_shared(sequence.block_table[-1])  # copied by the step itself, which comes later
         return not shared and cache.reserve(sequence, sequence.num_tokens + count) is not None
 
-    def logits(self, requests: Sequence[Request], guesses: Mapping[Request, list[int]]) -> Tensor:
+    def logits(self, requests: Rows[Request], guesses: Mapping[Request, list[int]]) -> Tensor:
         """After each request's tokens and guesses: all that the draft model has not read is computed first."""
         while True:
             chunks = [self.chunk(request, guesses[request]) for request in requests]
@@ -87,23 +77,24 @@ class DraftModelProposer:
             ctx = PagedContext.of(chunks, batch, self.store, self.ops, self.shape)
             hidden = self.model(batch.input_ids, batch.positions, ctx)
             for request, chunk in zip(requests, chunks, strict=True):
-                self.read[request] = request.num_preemptions, chunk.token_ids[: chunk.num_tokens]
+                count = min(request.sequence.num_tokens, chunk.num_tokens)
+                self.read[request] = request.num_preemptions, count, chunk.token_ids[count : chunk.num_tokens]
             if all(chunk.num_tokens == len(chunk.token_ids) for chunk in chunks):
                 return self.model.logits(hidden[batch.last_tokens])
 
-    def chunk(self, request: Request, guesses: list[int]) -> Chunk:
+    def chunk(self, request: Request, guesses: list[int]) -> Span:
         """What comes after the tokens that were read and still stand; the last token at least."""
         token_ids = [*request.sequence.token_ids, *guesses]
-        stay, read = self.read.get(request, (0, []))
+        stay, count, read = self.read.get(request, (0, 0, []))
         if stay != request.num_preemptions:  # its blocks are others
-            read = []
-        known = min(len(read), len(token_ids) - 1)
-        if read[:known] != token_ids[:known]:  # guesses fell
-            known = next(place for place in range(known) if read[place] != token_ids[place])
-        return Chunk(token_ids, request.sequence.block_table, known, min(known + CATCH_UP, len(token_ids)))
+            count, read = 0, []
+        stand = takewhile(lambda pair: pair[0] == pair[1], zip(read, token_ids[count:], strict=False))
+        known = min(count + len(list(stand)), len(token_ids) - 1)
+        sequence = Sequence(token_ids, block_table=request.sequence.block_table)
+        return Span(sequence, known, min(known + CATCH_UP, len(token_ids)))
 
     def choose(
-        self, logits: Tensor, requests: Sequence[Request], guesses: Mapping[Request, list[int]]
+        self, logits: Tensor, requests: Rows[Request], guesses: Mapping[Request, list[int]]
     ) -> tuple[list[int], list[Tensor]]:
         """A guess for each request, and the distribution [V] that it comes from."""
         salt = OTHER_DRAWS + 2 if self.drawn else 0
@@ -112,7 +103,7 @@ class DraftModelProposer:
         probs = distributions(logits, rows) if self.drawn else logits
         return tokens, list(probs)
 
-    def copy_blocks(self, pairs: Sequence[BlockCopy]) -> None:
+    def copy_blocks(self, pairs: Rows[BlockCopy]) -> None:
         """The draft model's K/V moves with the model's."""
         self.store.copy_blocks(pairs)
 

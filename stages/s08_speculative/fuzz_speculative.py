@@ -29,11 +29,12 @@ from stages.s04_continuous_batching.fuzz_scheduler import main
 from stages.s04_continuous_batching.plan import Handle, Plan, PlannedRow, RowResult
 from stages.s04_continuous_batching.request import Request
 from stages.s04_continuous_batching.scheduler import Scheduler
+from stages.s04_continuous_batching.span import Span
 from stages.s04_continuous_batching.swap import SwapSpace
 from stages.s07_cuda_graph.ahead_scheduler import PENDING
 from stages.s07_cuda_graph.fuzz_ahead import AheadFuzz, Late, LateRunner
 from stages.s08_speculative.acceptance import matching
-from stages.s08_speculative.draft_model import Chunk, DraftModelProposer
+from stages.s08_speculative.draft_model import DraftModelProposer
 from stages.s08_speculative.ngram import NgramProposer
 from stages.s08_speculative.pace import Pace, Record
 from stages.s08_speculative.proposer import Draft, Proposer
@@ -135,10 +136,11 @@ class MarkDraft(DraftModelProposer):
         chunks = [self.chunk(request, guesses[request]) for request in requests]
         for request, chunk in zip(requests, chunks, strict=True):
             self.compute(request, chunk)
-            self.read[request] = request.num_preemptions, chunk.token_ids[: chunk.num_tokens]
+            count = min(request.sequence.num_tokens, chunk.num_tokens)
+            self.read[request] = request.num_preemptions, count, chunk.token_ids[count : chunk.num_tokens]
         return [marks_after(request, chunk.token_ids)[-1] for request, chunk in zip(requests, chunks, strict=True)]
 
-    def compute(self, request: Request, chunk: Chunk) -> None:
+    def compute(self, request: Request, chunk: Span) -> None:
         marks, size, table = marks_after(request, chunk.token_ids), self.cache.block_size, chunk.block_table
         for position in range(chunk.num_kv, chunk.num_tokens):
             self.device[table[position // size]][position % size] = marks[position]

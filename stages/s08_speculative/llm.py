@@ -30,11 +30,12 @@ from stages.s08_speculative.speculative_engine import SpeculativeEngine
 from stages.s08_speculative.speculative_runner import Rule, SpeculativeRunner
 from stages.s08_speculative.speculative_scheduler import SpeculativeScheduler
 
+MAX_DRAFT_TOKENS = 64  # guesses per step
 LEAST_RATE = 0.2  # of guesses that stand: of 4, 0.8, so 1.8 tokens a step
 # Running requests up to which anybody guesses: as long as verifying 4 guesses for each costs less than 1.8 plain steps.
-# H200, Qwen2.5-7B (`s08_gpu_qwen2.5-7b`): 1.6 of them with 32 rows, 2.4 with 64. Two cores of a CPU, SmolLM2-135M, by
-# what steps of so many tokens take (`s04_concurrency`): 1.5 with 4 rows, 2.1 with 8.
-MAX_ROWS = {"cuda": 32, "cpu": 4}
+# H200, Qwen2.5-7B (`s08_gpu_qwen2.5-7b`): 1.6 of them with 32 rows, 2.4 with 64. Two cores of a CPU, SmolLM2-135M in
+# fp32, 200 tokens of context (noted): 1.9 with 1 to 3 rows, nearly that, and 2.5 with 4.
+MAX_ROWS = {"cuda": 32, "cpu": 3}
 
 
 class LLM(GraphLLM):
@@ -47,20 +48,22 @@ class LLM(GraphLLM):
     def __init__(
         self,
         *args: Any,
-        speculative: str | None = None,
+        speculative: str | Path | None = None,
         num_draft_tokens: int = 4,
         acceptance: Rule = "match",
         speculative_max_rows: int | None = None,
         speculative_least_rate: float = LEAST_RATE,
         **options: Any,
     ) -> None:
-        check_int("num_draft_tokens", num_draft_tokens, 0)
+        check_int("num_draft_tokens", num_draft_tokens, 0, MAX_DRAFT_TOKENS)
         if speculative_max_rows is not None:
             check_int("speculative_max_rows", speculative_max_rows, 1)
         check_float("speculative_least_rate", speculative_least_rate, 0, 1)
         if acceptance not in ("match", "ratio"):
             raise ValueError(f"acceptance is {acceptance!r}; it must be 'match' or 'ratio'")
-        self.speculative = speculative if num_draft_tokens else None
+        if not isinstance(speculative, (str, Path, type(None))):
+            raise TypeError(f"speculative is {speculative!r}; it must be 'ngram', 'layers:12', a folder or a hub id")
+        self.speculative = str(speculative) if speculative is not None and num_draft_tokens else None
         self.num_draft_tokens, self.acceptance = num_draft_tokens, acceptance
         self.speculative_max_rows, self.speculative_least_rate = speculative_max_rows, speculative_least_rate
         self.draft: Model | None = None
@@ -102,7 +105,7 @@ class LLM(GraphLLM):
             return None
         kind, _, count = self.speculative.partition(":")
         if kind == "layers":
-            if not count.isdigit():
+            if not (count.isascii() and count.isdigit()):
                 raise ValueError(f"speculative is {self.speculative!r}; say how many layers, as in 'layers:12'")
             return first_layers(self.model, int(count))
         folder = resolve_model(Path(self.speculative) if Path(self.speculative).exists() else self.speculative)

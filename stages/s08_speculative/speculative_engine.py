@@ -77,8 +77,8 @@ class SpeculativeEngine(OverlapEngine):
             return {}
         if len(scheduler.running) > self.pace.max_rows or not all(decodes(request) for request in scheduler.running):
             return {}
-        ready = self.pace.ready(request for request in scheduler.running if tokens_left(request) > 1)
-        return {request: min(most, tokens_left(request) - 1) for request in ready}
+        ready = self.pace.ready(request for request in scheduler.running if request.tokens_left > 1)
+        return {request: min(most, request.tokens_left - 1) for request in ready}
 
     def plan(self) -> Plan:
         """Ask for guesses, then plan."""
@@ -131,11 +131,6 @@ class SpeculativeEngine(OverlapEngine):
 def decodes(request: Request) -> bool:
     """Has a running request computed its prompt, and all its tokens but the newest?"""
     return request.sequence.num_new <= 1 and request.sequence.num_kv >= request.prompt_len
-
-
-def tokens_left(request: Request) -> int:
-    """How many more tokens a request may be told."""
-    return request.generation.token_limit - len(request.generation.token_ids)
 
 
 def usable(tokens: Sequence[int], most: int, vocab_size: int) -> tuple[int, ...]:

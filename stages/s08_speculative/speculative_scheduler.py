@@ -48,14 +48,16 @@ class SpeculativeScheduler(SteadyScheduler):
         return self.try_guesses(request, count, step) or super().try_row(request, count, step)
 
     def try_guesses(self, request: Request, count: int, step: Step) -> bool:
-        """Plan the newest token and the guesses after it. No more than could still be tokens of the answer.
+        """Plan the newest token and the guesses after it: as many as could still be tokens of the answer, one of which
+        comes anyway. True if planned.
 
-        Guesses never take from others: each that is not planned yet keeps a token of the step, and a block.
+        Guesses never take from others: each running request that has no row yet keeps a token of the step, and a block
+        if this row needs new ones. False, with nothing changed: no guess is left, the row has more to compute than its
+        newest token or is asked for more (`count`), its answer is complete, or blocks lack.
         """
         sequence = request.sequence
-        left = request.generation.token_limit - (sequence.num_tokens - request.prompt_len) - 1
         others = len(self.running) - len(step.rows) - 1
-        room = min(left, self.max_num_batched_tokens - step.num_tokens - 1 - others)
+        room = min(request.tokens_left - 1, self.max_num_batched_tokens - step.num_tokens - 1 - others)
         drafts = self.drafts.get(request, ())[: max(room, 0)]
         if not drafts or count != 1 or sequence.num_new != 1 or complete(request):
             return False
@@ -80,7 +82,11 @@ class SpeculativeScheduler(SteadyScheduler):
             super().take(row, token)
 
     def written(self, row: PlannedRow, taken: int) -> int:
-        """The newest token before the step, and the guesses that stood: `taken` in all, without the last one taken."""
+        """How many tokens of a row's sequence K/V holds after its step, of which `taken` tokens were handed out.
+
+        With guesses: those before the row, its newest and the guesses that stood, which are `taken` in all, since the
+        last one handed out is in no cache yet. Blocks behind them go back (`cache.trim`), and `outcomes` is told.
+        """
         if not row.drafts:
             return super().written(row, taken)
         self.outcomes.append((row.request, len(row.drafts), taken - 1))

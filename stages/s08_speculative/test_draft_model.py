@@ -8,10 +8,12 @@ import torch
 from stages.s01_forward.sampling_params import SamplingParams
 from stages.s02_kv_cache.batch import Batch
 from stages.s02_kv_cache.kv_store import KVStore
+from stages.s02_kv_cache.sequence import Sequence
 from stages.s03_paged_kv.context import PagedContext
+from stages.s04_continuous_batching.span import Span
 from stages.s06_prefix_cache.llm import LLM as Plain
 from stages.s08_speculative import draft_model
-from stages.s08_speculative.draft_model import Chunk, DraftModelProposer
+from stages.s08_speculative.draft_model import DraftModelProposer
 from stages.s08_speculative.proposer import Draft
 from stages.s08_speculative.test_engine import add, all_free, assert_same, engine, ids
 from tests.scripted import edited
@@ -27,7 +29,7 @@ def anew(proposer: DraftModelProposer, token_ids: list[int]) -> torch.Tensor:
     size = proposer.store.data.shape[3]
     blocks = -(-len(token_ids) // size)
     store = KVStore(proposer.model.config, blocks + 1, size, device=torch.device("cpu"), dtype=torch.float32)
-    chunk = Chunk(token_ids, list(range(1, blocks + 1)), 0, len(token_ids))
+    chunk = Span(Sequence(token_ids, block_table=list(range(1, blocks + 1))), 0, len(token_ids))
     batch = Batch.of([chunk], torch.device("cpu"))
     with torch.inference_mode():
         proposer.model(
@@ -50,8 +52,9 @@ def watch(llm: Any) -> list[int]:
     def checking() -> Any:
         events, proposer = step(), llm.engine.proposer
         for request in llm.engine.scheduler.running:
-            stay, read = proposer.read.get(request, (-1, []))
+            stay, count, tail = proposer.read.get(request, (-1, 0, []))
             tokens, table = request.sequence.token_ids, request.sequence.block_table
+            read = [*tokens[:count], *tail]
             known = min(len(read), request.sequence.num_kv)
             right = next((i for i in range(known) if read[i] != tokens[i]), known)
             if stay == request.num_preemptions and right:
@@ -253,6 +256,7 @@ def test_a_draft_that_reads_less_than_the_model(tiny):
         ("layers:", "layers:.*layers:12"),
         ("layers:-1", "layers:-1.*layers:12"),
         ("layers:x", "layers:x.*layers:12"),
+        ("layers:²", "layers:².*layers:12"),
     ],
 )
 def test_bad_layers(speculative, words, tiny):

@@ -545,6 +545,8 @@ def test_a_proposer_that_fails_costs_no_token(tiny):
     ("options", "words"),
     [
         ({"num_draft_tokens": -1}, "num_draft_tokens.*-1.*0"),
+        ({"num_draft_tokens": 10**9}, "num_draft_tokens is 1000000000; .* 64"),
+        ({"speculative": 5}, "speculative is 5; .*layers:12"),
         ({"num_draft_tokens": 2.0}, r"num_draft_tokens.*2\.0"),
         ({"acceptance": "maybe"}, "'maybe'.*'match'.*'ratio'"),
         ({"speculative_max_rows": 0}, "speculative_max_rows.*0.*1"),

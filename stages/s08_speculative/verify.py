@@ -15,9 +15,7 @@ from stages.s01_forward.outputs import SampledToken, TokenLogprob
 from stages.s01_forward.sampler import (
     SamplingBatch,
     adjust,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
+    filtered,
     token_logprobs,
     top_logprobs,
     why_none,
@@ -63,10 +61,7 @@ def adjust_all(logits: Tensor, rows: Sequence[After]) -> Tensor:
 
 def distributions(logits: Tensor, rows: Sequence[After]) -> Tensor:
     """What stage 01's sampler draws from: logits [N, V] -> probabilities [N, V], after penalties and filters."""
-    adjusted = adjust_all(logits, rows)
-    batch = SamplingBatch.of(rows, logits.device)
-    scaled = (adjusted - adjusted.amax(-1, keepdim=True)) / batch.temperature[:, None].clamp(min=1e-5)
-    return keep_min_p(keep_top_p(keep_top_k(scaled, batch.top_k), batch.top_p), batch.min_p).softmax(-1)
+    return filtered(adjust_all(logits, rows), SamplingBatch.of(rows, logits.device)).softmax(-1)
 
 
 def by_ratio(logits: Tensor, generation: Generation, drafts: Sequence[int], probs: Tensor) -> tuple[SampledToken, ...]:
