@@ -5,6 +5,7 @@ import sys
 
 NAMES = {
     "cpu": "three workloads on a CPU, beside transformers and llama.cpp",
+    "first-step": "what the host does for 64 prompts before their first step, without a model",
     "gpu": "the table of one shape on a GPU: five workloads, where a step's time goes; ablation, batch sizes",
     "gpu-scaling": "a decode step against running requests and context, and what memory holds",
     "gpu-server": "the server on a GPU: what HTTP costs, latencies by load",

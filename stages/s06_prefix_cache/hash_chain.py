@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -14,7 +14,7 @@ TokenBlock = tuple[int, ...]
 
 def block_hash(parent: bytes, tokens: TokenBlock) -> bytes:
     """SHA-256 over the parent's key and the token ids, 8 bytes each: ids are never cut short or joined as text."""
-    return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()
+    return hashlib.sha256(parent + array("Q", tokens).tobytes()).digest()
 
 
 def root_hash(extra: ExtraKey) -> bytes:
@@ -50,6 +50,17 @@ class HashChain:
         """The entry of the block that follows `parent` with exactly these tokens."""
         entry = self.entries.get(self.hash_block(parent.key, tokens))
         return entry if entry and entry.parent is parent and entry.tokens == tokens else None
+
+    def prefix(self, root: Entry, token_ids: Sequence[int], block_size: int, most: int) -> list[Entry]:
+        """The entries of the longest known prefix of at most so many blocks, one after the other."""
+        entries, place = [], root
+        for number in range(most):
+            found = self.find(place, tuple(token_ids[number * block_size : (number + 1) * block_size]))
+            if found is None:
+                break
+            entries.append(found)
+            place = found
+        return entries
 
     def put(self, parent: Entry, tokens: TokenBlock, block: int) -> tuple[Entry | None, bool]:
         """What `find` finds, or this block as a new entry. None if its parent is lost, or its key is another's."""

@@ -24,7 +24,8 @@ class LruPool(BlockPool):
     def revive(self, blocks: Iterable[int]) -> None:
         """One more owner for each block, free or held: its content is what the new owner wants."""
         for block in blocks:
-            self.free.pop(block, None)
+            if not self.ref_counts[block]:
+                del self.free[block]
             self.ref_counts[block] += 1
 
     def give_back(self, blocks: Iterable[int]) -> None:

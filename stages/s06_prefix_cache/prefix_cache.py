@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from collections.abc import Sequence as Tokens
 from typing import Any, Literal, NamedTuple, Protocol
 
 from stages.s02_kv_cache.sequence import Sequence
 from stages.s03_paged_kv.paged_cache import PagedCache
 from stages.s06_prefix_cache.hash_chain import ExtraKey, HashChain, TokenBlock
 from stages.s06_prefix_cache.lru_pool import LruPool
+
+log = logging.getLogger(__name__)
 
 
 class PrefixIndex(Protocol):
@@ -19,6 +23,9 @@ class PrefixIndex(Protocol):
 
     def find(self, parent: Any, tokens: TokenBlock) -> Any | None:
         """The place of the block that follows with these tokens; its `.block` is the block."""
+
+    def prefix(self, root: Any, token_ids: Tokens, block_size: int, most: int) -> list[Any]:
+        """The places of the longest known prefix, at most so many: what `find` finds block after block."""
 
     def put(self, parent: Any, tokens: TokenBlock, block: int) -> tuple[Any | None, bool]:
         """The place of the block with these tokens, and whether it is new: this one, made findable.
@@ -64,16 +71,11 @@ class PrefixCache(PagedCache):
 
     def match(self, sequence: Sequence) -> int:
         """Take over the blocks that hold the longest known prefix; returns its length in tokens."""
-        place = self.index.root(sequence.extra_key)
-        blocks: list[int] = []
-        for number in range((sequence.num_tokens - 1) // self.block_size):
-            found = self.index.find(place, self.tokens_of(sequence, number))
-            if found is None:
-                break
-            place = found
-            blocks.append(place.block)
+        root, most = self.index.root(sequence.extra_key), (sequence.num_tokens - 1) // self.block_size
+        places = self.index.prefix(root, sequence.token_ids, self.block_size, most)
+        blocks = [place.block for place in places]
         self.pool.revive(blocks)
-        self.published[sequence] = len(blocks), place
+        self.published[sequence] = len(blocks), places[-1] if places else root
         sequence.block_table, sequence.num_kv = blocks, len(blocks) * self.block_size
         self.looked_up[sequence] = sequence.num_tokens, sequence.num_kv
         return sequence.num_kv
@@ -114,6 +116,10 @@ class PrefixCache(PagedCache):
             self.tell(KVEvent("evicted", block, lost.tokens))
 
     def tell(self, event: KVEvent) -> None:
-        """Every subscriber hears of it, at once and in order."""
-        for subscriber in self.subscribers:
-            subscriber(event)
+        """Every subscriber hears of it, at once and in order. One that fails hears no more: no answer hangs on it."""
+        for subscriber in list(self.subscribers):
+            try:
+                subscriber(event)
+            except Exception:
+                log.exception("a subscriber to KV events failed; it is told no more")
+                self.subscribers.remove(subscriber)

@@ -320,6 +320,23 @@ def test_a_subscriber_knows_what_can_be_found(mode, tiny):
     assert len(subscriber.blocks) <= 26
 
 
+def test_a_subscriber_that_fails_costs_no_answer(tiny, caplog):
+    """It is told no more, and the others are; who is being answered does not notice."""
+    prompts, params = [[5, 6, 7] * 7, [9, 9] * 8], SamplingParams(max_tokens=12, ignore_eos=True)
+    llm, heard = engine(tiny("qwen2")), []
+    expected = answers(llm, prompts, params)
+
+    def broken(event: Any) -> None:
+        heard.append(event)
+        raise ValueError("the router is gone")
+
+    llm, others = engine(tiny("qwen2")), []
+    llm.engine.scheduler.cache.subscribers += [broken, others.append]
+    assert answers(llm, prompts, params) == expected
+    assert len(heard) == 1 < len(others)
+    assert "the router is gone" in caplog.text
+
+
 @pytest.mark.parametrize("value", ["on", "", None, True, "Chain"])
 def test_an_unknown_index_is_refused(value, tiny):
     with pytest.raises(ValueError, match=f"prefix_cache is {value!r}; it must be 'chain', 'radix' or 'off'"):

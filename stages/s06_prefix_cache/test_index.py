@@ -3,13 +3,15 @@
 import gc
 import hashlib
 import itertools
+import random
+from array import array
 
 import pytest
 
 from stages.s06_prefix_cache.fuzz_prefix import last_token, same_key
-from stages.s06_prefix_cache.hash_chain import HashChain, block_hash, root_hash
+from stages.s06_prefix_cache.hash_chain import Entry, HashChain, block_hash, root_hash
 from stages.s06_prefix_cache.prefix_cache import PrefixIndex
-from stages.s06_prefix_cache.radix_tree import RadixTree
+from stages.s06_prefix_cache.radix_tree import RadixTree, blocks_alike
 
 A, B, C = (1, 2), (3, 4), (5, 6)
 
@@ -72,6 +74,32 @@ def test_find_compares_tokens_and_parent_when_keys_collide(hash_block):
     assert chain.find(root, (1, 2, 2)) is None
     chain.remove(5)
     assert chain.find(root, A) is None
+
+
+class PlainChain(HashChain):
+    """Looks at every entry, so that checks of `prefix` need no other exercise."""
+
+    def find(self, parent: Entry, tokens: tuple[int, ...]) -> Entry | None:
+        return next((each for each in self.entries.values() if each.parent is parent and each.tokens == tokens), None)
+
+
+def test_prefix_of_a_chain_ends_at_the_first_block_that_is_not_there():
+    chain = PlainChain(readable)
+    root = chain.root(())
+    places = [root]
+    for block, tokens in enumerate((A, B, C, A), start=5):
+        places.append(chain.put(places[-1], tokens, block)[0])
+    for token_ids, most, count in (
+        ([*A, *B, *C, *A], 4, 4),
+        ([*A, *B, *C, *A, *A, *B], 6, 4),
+        ([*A, *B, *C, *A], 3, 3),  # no more than may be asked for
+        ([*A, *B, *A, *A], 4, 2),  # what comes after the one that differs does not count
+        ([*A, *C, *A], 3, 1),  # nor does a block that is known elsewhere
+        ([*A, *B, C[0]], 2, 2),
+        ([*B, *A], 2, 0),
+        ([A[0]], 0, 0),
+    ):
+        assert chain.prefix(root, token_ids, 2, most) == places[1 : count + 1]
 
 
 # ---- both indexes ----------------------------------------------------------------------------------------------------
@@ -144,6 +172,28 @@ def test_forgetting_the_end_of_a_path_leaves_the_rest(index):
     assert path(index, A, B, C) == [1, 6, 7]
 
 
+def test_prefix_is_what_find_finds_block_after_block(index):
+    """Long paths that part anywhere, so a tree's edges are split anywhere; ids of any size that is one."""
+    rng, blocks, size = random.Random(0), itertools.count(1), 3
+    prompts = [[rng.randrange(2**40) for _ in range(40 * size)]]
+    for _ in range(60):
+        old, cut = rng.choice(prompts), rng.randrange(40 * size)
+        prompts.append(old[:cut] + [rng.randrange(2) for _ in range(rng.randrange(10 * size))])
+    lengths = set()
+    for ids in prompts:
+        pieces = [tuple(ids[first : first + size]) for first in range(0, len(ids) - size + 1, size)]
+        known, root = path(index, *pieces), index.root(())
+        for most in {0, 1, len(known) // 2, len(pieces)}:
+            assert [place.block for place in index.prefix(root, ids, size, most)] == known[:most]
+        lengths.add(len(known))
+        grow(index, *((tokens, next(blocks)) for tokens in pieces))
+        assert len(index.prefix(index.root(()), ids, size, len(pieces))) == len(pieces)
+        if len(known) % 4 == 3:
+            index.remove(known[-1])
+            assert len(index.prefix(index.root(()), ids, size, len(pieces))) == len(known) - 1
+    assert len(lengths) > 10
+
+
 SALT, OTHER, ADAPTER = (("salt", "x"),), (("salt", "y"),), (("adapter", "x"),)
 
 
@@ -200,6 +250,29 @@ def test_a_run_of_blocks_is_one_edge():
     assert [len(place.node.slots) for place in places] == [1, 2, 2], "cut in two where the paths part"
     assert [place.index for place in places] == [0, 0, 1]
     assert len(places[0].node.children) == 2
+
+
+def test_blocks_that_two_runs_begin_with():
+    run = array("Q", range(100, 140))
+    for length in range(0, 41, 4):
+        for differs in range(length):
+            other = run[:differs] + array("Q", [0]) + run[differs + 1 : length]
+            assert blocks_alike(run, other, 4) == blocks_alike(other, run, 4) == differs // 4
+        assert blocks_alike(run, run[:length], 4) == blocks_alike(run[:length], run, 4) == length // 4
+
+
+def test_an_edge_knows_all_tokens_of_its_blocks():
+    """After it was split, cut, and has grown again."""
+    tree = RadixTree()
+    for number, blocks in enumerate(((A, B, C), (A, B, A), (A, C, B, A), (A, B, C, C))):
+        grow(tree, *((tokens, 10 * number + place) for place, tokens in enumerate(blocks)))
+        if number == 2:
+            tree.remove(2)
+    nodes = [tree.root(()).node]
+    for node in nodes:
+        assert list(node.token_ids) == [token for slot in node.slots for token in slot.tokens]
+        nodes += node.children.values()
+    assert len(nodes) == 6
 
 
 def test_a_tree_deeper_than_the_stack():

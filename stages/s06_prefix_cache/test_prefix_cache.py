@@ -30,6 +30,15 @@ class Paths:
     def find(self, parent: Place, tokens: tuple[int, ...]) -> Place | None:
         return self.places.get((*parent.path, tokens))
 
+    def prefix(self, root: Place, token_ids: list[int], block_size: int, most: int) -> list[Place]:
+        places = [root]
+        for first in range(0, most * block_size, block_size):
+            found = self.find(places[-1], tuple(token_ids[first : first + block_size]))
+            if found is None:
+                break
+            places.append(found)
+        return places[1:]
+
     def put(self, parent: Place, tokens: tuple[int, ...], block: int) -> tuple[Place | None, bool]:
         path = (*parent.path, tokens)
         is_new = path not in self.places

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,36 +38,41 @@ class DeviceState:
         self.block_tables = self.flat[split:].view(S, blocks_per_slot)
         self.sampling.top_p.fill_(1.0)
         self.sampling.repetition.fill_(1.0)
-        self.edits: dict[int, int] = {}  # index into `flat` -> value
+        self.edits: dict[int, int] = {}  # of columns: index into `flat` -> value
+        self.new_blocks: dict[int, tuple[int, list[int]]] = {}  # of tables: slot -> a number, its blocks from there on
 
     def edit(self, name: str, slot: int, value: float) -> None:
         """Stage a new value for a column."""
         self.edits[COLUMNS[name] * self.num_slots + slot] = float_bits(value) if name in FLOATS else int(value)
 
-    def edit_blocks(self, slot: int, first: int, blocks: Sequence[int]) -> None:
-        """Stage entries of a slot's block table, from number `first` on."""
-        start = self.num_slots * len(COLUMNS) + slot * self.blocks_per_slot + first
-        self.edits.update(zip(range(start, start + len(blocks)), blocks, strict=True))
+    def edit_blocks(self, slot: int, first: int, blocks: list[int]) -> None:
+        """Stage a slot's block table from number `first` on; what was staged of it from there on is void."""
+        begin, staged = self.new_blocks.get(slot, (first, []))
+        self.new_blocks[slot] = min(begin, first), staged[: max(first - begin, 0)] + blocks
 
     def take_edits(self) -> tuple[np.ndarray, np.ndarray]:
         """The staged edits, once: where and what, int32."""
         edits, self.edits = self.edits, {}
-        return np.fromiter(edits.keys(), np.int32, len(edits)), np.fromiter(edits.values(), np.int32, len(edits))
+        tables, self.new_blocks = self.new_blocks, {}
+        where, blocks = [np.fromiter(edits.keys(), np.int32, len(edits))], array("I")  # quicker than a list to convert
+        for slot, (first, new) in tables.items():
+            start = len(COLUMNS) * self.num_slots + slot * self.blocks_per_slot + first
+            where.append(np.arange(start, start + len(new), dtype=np.int32))
+            blocks.fromlist(new)
+        what = np.fromiter(edits.values(), np.int32, len(edits)), np.frombuffer(blocks, np.int32)
+        return np.concatenate(where), np.concatenate(what)
 
     def edit_sampling(self, slot: int, generation: Generation, on_host: bool) -> None:
         """Stage how a request wants its tokens chosen; one whose tokens the host chooses is greedy here."""
         params, seed = generation.params, generation.seed & 0xFFFF_FFFF_FFFF_FFFF
-        self.edit("seed_low", slot, signed(seed & 0xFFFF_FFFF))
-        self.edit("seed_high", slot, signed(seed >> 32))
         plain = on_host or params.greedy
-        self.edit("temperature", slot, 0.0 if plain else params.temperature)
-        self.edit("top_k", slot, 0 if plain else min(params.top_k, 2**31 - 1))
-        self.edit("top_p", slot, 1.0 if plain else params.top_p)
-        self.edit("min_p", slot, 0.0 if plain else params.min_p)
+        top_k, filters = params.top_k, (params.temperature, params.top_p, params.min_p)
+        top_k, filters = (0, (0.0, 1.0, 0.0)) if plain else (min(top_k, 2**31 - 1), filters)
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         penalties = (1.0, 0.0, 0.0) if on_host else penalties
-        for name, value in zip(("repetition", "presence", "frequency"), penalties, strict=True):
-            self.edit(name, slot, value)
+        values = struct.pack("<iQ6f", top_k, seed, *filters, *penalties)
+        columns = range(COLUMNS["top_k"] * self.num_slots + slot, len(COLUMNS) * self.num_slots, self.num_slots)
+        self.edits.update(zip(columns, struct.unpack("<9i", values), strict=True))
         if penalties != (1.0, 0.0, 0.0):
             self.write_history(slot, generation)
 
@@ -89,8 +95,3 @@ class DeviceState:
 def float_bits(value: float) -> int:
     """A number's bits as fp32, read as a signed 32-bit integer."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
-
-
-def signed(bits: int) -> int:
-    """32 bits as a signed integer."""
-    return bits - 2**32 if bits >= 2**31 else bits

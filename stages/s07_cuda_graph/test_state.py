@@ -105,6 +105,22 @@ class TestColumns:
         assert edits == {state.num_slots + 1: 6, table + 4: 8, table + 5: 9}
         assert [len(part) for part in state.take_edits()] == [0, 0]
 
+    def test_blocks_that_are_staged_again_before_they_are_sent(self):
+        """A step that failed has sent nothing: the next one stages anew, and nothing is sent twice."""
+        state = make_state()
+        table = state.num_slots * 11 + 2 * state.blocks_per_slot
+        for staged, expected in (
+            ([(1, [5, 6, 7]), (4, [8])], {1: 5, 2: 6, 3: 7, 4: 8}),  # it grew
+            ([(1, [5, 6, 7]), (2, [8])], {1: 5, 2: 8}),  # blocks from the second on were given back
+            ([(3, [5, 6]), (0, [7, 8])], {0: 7, 1: 8}),  # somebody else sits there
+            ([(0, [5, 6]), (0, [7, 8, 9])], {0: 7, 1: 8, 2: 9}),
+        ):
+            for first, blocks in staged:
+                state.edit_blocks(2, first, blocks)
+            where, what = (part.tolist() for part in state.take_edits())
+            assert len(set(where)) == len(where)
+            assert dict(zip(where, what, strict=True)) == {table + place: block for place, block in expected.items()}
+
     @pytest.mark.parametrize(
         ("keys", "answer"),
         [
@@ -158,11 +174,11 @@ class TestSlots:
         for length in (5, 6, 7):
             entry.sequence.token_ids.append(-1)
             assert slots.follow(Plan((row(entry, length - 1, length),))) == [1]
-            assert state.edits == {}
+            assert [len(part) for part in state.take_edits()] == [0, 0]
         entry.sequence.block_table.append(5)
-        state.take_edits()
         slots.follow(Plan((row(entry, 6, 7),)))
-        assert list(state.edits.values()) == [5]
+        where, what = state.take_edits()
+        assert (where.tolist(), what.tolist()) == ([state.num_slots * 11 + state.blocks_per_slot + 1], [5])
 
     def test_slots_are_given_back_and_never_shared(self):
         state = make_state(slots=2)
@@ -370,8 +386,9 @@ class TestStaging:
         entry = request(0, tokens, list(range(blocks)))
         plan, size = Plan((row(entry, 0, tokens),)), StepSize(tokens, 1, queries=0)
         slots = runner.slots.follow(plan)
-        for index in range(state.flat.numel()):
+        for index in range(state.num_slots * 11):
             state.edits.setdefault(index, 3)
+        state.edit_blocks(0, 0, [3] * blocks)
         inputs = StepInputs(size, blocks, CPU)
         runner.send(inputs, pack(plan, slots, size))
         assert inputs.ids.tolist() == list(range(tokens))
