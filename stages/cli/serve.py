@@ -109,6 +109,14 @@ def serve(
     capture: Annotated[
         Capture, typer.Option(help="CUDA graphs: before the first request, or as needed.", rich_help_panel=ENGINE)
     ] = Capture.start,
+    compiled: Annotated[
+        bool,
+        typer.Option(
+            "--compiled",
+            help="On a CPU: compile steps of few answers first; needs a C++ compiler.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = False,
     speculative: Speculative = None,
     num_draft_tokens: NumDraftTokens = None,
     acceptance: AcceptanceRule = None,
@@ -166,6 +174,7 @@ def serve(
                 kv_cache_mb=kv_cache_mb,
                 memory_share=gpu_memory_utilization,
                 block_size=block_size,
+                compiled=compiled or None,
             ),
             **guessing(speculative, num_draft_tokens, acceptance),
         }

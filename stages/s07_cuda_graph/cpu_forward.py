@@ -3,6 +3,9 @@
 With few tokens a call costs some microseconds whatever it computes, and stage 01's readable layer makes a hundred.
 Here a layer makes half of them: the residual stream is added to in place, queries and keys are rotated together, and
 keys and values go straight to their places in the cache.
+
+From nine tokens on, all that is between two products lies column by column, as W x leaves it, so that nothing is turned
+round in between; padded to a power of two, since MKL takes longer for 15 columns than for 16.
 """
 
 from __future__ import annotations
@@ -13,40 +16,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stages.s01_forward.model import Attention, Model
+from stages.s01_forward.model import MLP, Attention, Model
 from stages.s03_paged_kv.context import PagedContext
+from stages.s07_cuda_graph.cpu_linear import FEW, power_of_two
+
+COLUMNS = 9  # tokens from which on they lie column by column, up to `FEW`; for fewer MKL is slower with such operands
 
 
 def forward(model: Model, input_ids: Tensor, positions: Tensor, ctx: PagedContext, queries: int = 1) -> Tensor:
     """`Model.forward`, equal up to rounding: input_ids, positions [T] int64 -> hidden [T, H]; for any `queries`."""
+    T, layers = len(input_ids), list[Any](model.layers)
     residual = model.embed_tokens(input_ids)  # [T, H]; the layers add to it in place
     cos, sin = model.cos[positions], model.sin[positions]  # [T, D/2]
     cos, sin = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]  # [T, 1, D], for all layers
-    layers: list[Any] = list(model.layers)
+    turned = COLUMNS <= T <= FEW and residual.dtype == torch.float32 and isinstance(layers[0].mlp, MLP)
+    if turned:
+        residual = columns(residual)
     for layer in layers:
         x = rms_norm(residual, layer.input_layernorm.weight, layer.eps)
-        o = attention(layer.self_attn, x, cos, sin, ctx)
+        o = attend(layer.self_attn, x, cos, sin, ctx)
+        o = layer.self_attn.o_proj(columns(o) if turned else o)
         x, residual = add_rms_norm(o, residual, layer.post_attention_layernorm.weight, layer.eps)
         residual.add_(layer.mlp(x))
-    return rms_norm(residual, model.norm.weight, model.config.rms_norm_eps)
+    return rms_norm(residual[:T].contiguous(), model.norm.weight, model.config.rms_norm_eps)
 
 
-def attention(attn: Attention, x: Tensor, cos: Tensor, sin: Tensor, ctx: PagedContext) -> Tensor:
-    """`Attention.forward`: x [T, H], cos and sin [T, 1, D] as `rotate` wants them -> [T, H]."""
+def columns(x: Tensor) -> Tensor:
+    """x [T, N] as [a power of two, N] with zeros below, laid out column by column."""
+    out = x.new_zeros(x.shape[1], power_of_two(len(x)))
+    out[:, : len(x)] = x.t()
+    return out.t()
+
+
+def attend(attn: Attention, x: Tensor, cos: Tensor, sin: Tensor, ctx: PagedContext) -> Tensor:
+    """`Attention.forward` up to the output projection: x [T or more, H], cos and sin [T, 1, D] -> [T, Hq D]."""
     heads, kv_heads = attn.heads, attn.kv_heads
-    qkv = attn.qkv_proj(x).view(len(x), heads + 2 * kv_heads, attn.head_dim)
+    qkv = attn.qkv_proj(x).view(len(x), heads + 2 * kv_heads, attn.head_dim)[: len(cos)]
     qk = qkv[:, : heads + kv_heads]
     if attn.q_norm and attn.k_norm:
         weights = attn.q_norm.weight.expand(heads, -1), attn.k_norm.weight.expand(kv_heads, -1)
         qk = rms_norm(qk, torch.cat(weights), attn.eps)
     qk = rotate(qk, cos, sin)
-    keys, values = ctx.store.layer(attn.layer)  # [NB, BS, Hkv, D]
-    # The slots are the engine's own; one outside the cache is an IndexError here, too.
-    keys.flatten(0, 1).index_copy_(0, ctx.slots, qk[:, heads:])
-    values.flatten(0, 1).index_copy_(0, ctx.slots, qkv[:, heads + kv_heads :])
-    q = qk[:, :heads]
+    return store_and_attend(attn.layer, qk[:, :heads].contiguous(), qk[:, heads:], qkv[:, heads + kv_heads :], ctx)
+
+
+def store_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: PagedContext) -> Tensor:
+    """`ctx.attend` without a look at the slots: q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq D].
+
+    They are the engine's own; one outside the cache is an IndexError here, too.
+    """
+    keys, values = ctx.store.layer(layer)  # [NB, BS, Hkv, D]
+    keys.flatten(0, 1).index_copy_(0, ctx.slots, k)
+    values.flatten(0, 1).index_copy_(0, ctx.slots, v)
     o = ctx.ops.paged_attention(q, keys, values, ctx.block_table, ctx.seq_lens, ctx.cu_q, ctx.plan, ctx.scale)
-    return attn.o_proj(o.flatten(1))
+    return o.flatten(1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

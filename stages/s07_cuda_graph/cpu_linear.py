@@ -16,8 +16,14 @@ TILE = 2**21  # weights that are taken at once: widened to fp32 they are 8 MB, w
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, K], weight [N, K], bias [N] -> [T, N], as `F.linear`; sums of bf16 are exact to fp32 here."""
+    """x [T, K], weight [N, K], bias [N] -> [T, N], as `F.linear`; sums of bf16 are exact to fp32 here.
+
+    In fp32 an x that lies column by column gives a result that does.
+    """
     (T, K), narrow = x.shape, weight.dtype != torch.float32
+    if not narrow and T > 1 and x.stride(0) == 1:
+        turned = (weight @ x.t()).t()
+        return turned if bias is None else turned.add_(bias)
     if narrow and (T <= NARROW or multiplies_bf16()):
         return F.linear(x, weight, bias)
     wide, rows = x.float(), max(1, TILE // K)
@@ -34,13 +40,18 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T in fp32: x [T, K], weight [N, K] -> [T, N], not always contiguous."""
     (T, K), N = x.shape, len(weight)
     if 1 < T <= FEW:
-        # Padded to a power of two: MKL takes longer for 15 columns than for 16.
-        columns = F.pad(x, (0, 0, 0, (1 << (T - 1).bit_length()) - T)).t()
+        # Padded: MKL takes longer for 15 columns than for 16.
+        columns = F.pad(x, (0, 0, 0, power_of_two(T) - T)).t()
         return (weight @ columns)[:, :T].t()
     parts = torch.get_num_threads()
     if T != 1 or N % parts:
         return F.linear(x, weight)
     return torch.bmm(weight.view(parts, N // parts, K), x.t().expand(parts, K, 1)).view(1, N)
+
+
+def power_of_two(number: int) -> int:
+    """The least that is not below `number`."""
+    return 1 << (number - 1).bit_length()
 
 
 def multiplies_bf16() -> bool:

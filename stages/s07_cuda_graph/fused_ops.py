@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from stages.s03_paged_kv.ops import PagedOps, paged_ops
-from stages.s07_cuda_graph import cpu_forward, cpu_linear
+from stages.s07_cuda_graph import cpu_attention, cpu_forward, cpu_linear
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -24,7 +24,12 @@ def fused_ops(device: torch.device, *, fused: bool = True) -> PagedOps:
     ops = paged_ops(device)
     if fused and device.type == "cpu":
         return replace(
-            ops, rms_norm=cpu_forward.rms_norm, add_rms_norm=cpu_forward.add_rms_norm, linear=cpu_linear.linear
+            ops,
+            rms_norm=cpu_forward.rms_norm,
+            add_rms_norm=cpu_forward.add_rms_norm,
+            linear=cpu_linear.linear,
+            make_plan=cpu_attention.make_plan,
+            paged_attention=cpu_attention.paged_attention,
         )
     if not fused or not has_kernels(device):
         return ops

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from stages.s03_paged_kv.ops import PagedOps
 from stages.s03_paged_kv.paged_cache import PagedCache
 from stages.s04_continuous_batching.engine import Engine
 from stages.s04_continuous_batching.memory import largest_step_bytes
+from stages.s04_continuous_batching.request import Request
 from stages.s04_continuous_batching.scheduler import Scheduler
 from stages.s04_continuous_batching.swap import SwapSpace
 from stages.s06_prefix_cache.llm import LLM as PrefixLLM
@@ -31,7 +33,10 @@ from stages.s07_cuda_graph.step import Step, few_rows, step_ops
 
 
 class LLM(PrefixLLM):
-    """Four switches, all on; on a CPU there are no graphs, and `cpu_*.py` stand where kernels do on a GPU.
+    """Four switches, all on; on a CPU there are no graphs, and `cpu_*.py` stand where kernels do on a GPU. One is off:
+
+    compiled: on a CPU, compile decode steps of few rows before anybody is served, with `torch.compile`. It takes a C++
+    compiler, and half a minute the first time; where it cannot be done, a warning says so.
 
     graphs: replay each step as one CUDA graph; capture: record them "lazy", when a size is first met, or at "start".
     fused: Triton kernels for what lies between the matrix products. few_rows: forward passes of their own for decode
@@ -47,12 +52,13 @@ class LLM(PrefixLLM):
         fused: bool = True,
         few_rows: bool = True,
         overlap: bool = True,
+        compiled: bool = False,
         **options: Any,
     ) -> None:
         if capture not in ("lazy", "start"):
             raise ValueError(f"capture is {capture!r}; it must be 'lazy' or 'start'")
         self.graphs, self.capture, self.fused, self.few_rows = graphs, capture, fused, few_rows
-        self.overlap = overlap
+        self.overlap, self.compiled = overlap, compiled
         super().__init__(*args, **options)
 
     @property
@@ -91,7 +97,8 @@ class LLM(PrefixLLM):
         shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, block_size, self.dtype.itemsize)
         blocks = -(-self.max_model_len // block_size)
         state = DeviceState(self.max_num_seqs, blocks, config.vocab_size, self.device)
-        few = few_rows(self.model) if self.few_rows and (self.kernels or self.device.type == "cpu") else ()
+        own_ways = self.few_rows and (self.kernels or self.device.type == "cpu")
+        few = few_rows(self.model, self.compiled) if own_ways else ()
         step = Step(self.model, self.ops, step_ops(self.kernels), store, shape, state, few)
         if not self.graphs or not has_kernels(self.device):
             return step, None
@@ -110,3 +117,9 @@ class LLM(PrefixLLM):
             yield from super().run(requests)
         finally:
             gc.unfreeze()
+
+    def add(self, request: PromptRequest, inbox: deque[TokenEvent]) -> list[Request]:
+        """As before. It leaves alone what is queued, too: lists of thousands of ids, just when the GPU waits."""
+        entries = super().add(request, inbox)
+        gc.freeze()
+        return entries

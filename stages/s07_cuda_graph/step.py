@@ -15,7 +15,7 @@ from stages.s02_kv_cache.kv_store import KVStore
 from stages.s03_paged_kv.attention_plan import AttentionShape
 from stages.s03_paged_kv.context import PagedContext
 from stages.s03_paged_kv.ops import PagedOps
-from stages.s07_cuda_graph import cpu_forward, sample_torch, step_inputs
+from stages.s07_cuda_graph import cpu_compiled, cpu_forward, sample_torch, step_inputs
 from stages.s07_cuda_graph.chunk_context import ChunkContext
 from stages.s07_cuda_graph.device_state import DeviceState
 from stages.s07_cuda_graph.padded_plan import ChunkPlan
@@ -71,10 +71,15 @@ class FewRows:
     most: int
 
 
-def few_rows(model: Model) -> tuple[FewRows, ...]:
-    """`few_rows.py` and from there on `many_rows.py`, where they can serve this model; on a CPU `cpu_forward.py`."""
+def few_rows(model: Model, compiled: bool = False) -> tuple[FewRows, ...]:
+    """`few_rows.py` and from there on `many_rows.py`, where they can serve this model; on a CPU `cpu_*.py`.
+
+    compiled: on a CPU, compile the layers first, for a few rows.
+    """
     if model.embed_tokens.weight.device.type == "cpu":
-        return (FewRows(cpu_forward.forward, Model.logits, sys.maxsize),)
+        any_rows = FewRows(cpu_forward.forward, Model.logits, sys.maxsize)
+        made = cpu_compiled.compile_layers(model) if compiled else None
+        return (FewRows(made.forward, made.logits, made.rows[-1]), any_rows) if made else (any_rows,)
     from stages.s07_cuda_graph import few_rows as few
     from stages.s07_cuda_graph import many_rows as many
 

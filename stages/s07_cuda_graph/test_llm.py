@@ -1,5 +1,6 @@
 """The fast engine's face: its switches, and every kind of request beside every other."""
 
+import gc
 import itertools
 from typing import Any
 
@@ -189,3 +190,17 @@ def test_a_recording_follows_the_lag(tiny):
         assert sum(batch.tokens.count(number) for batch in batches) == 5
         assert [row.start for row in rows] == sorted(row.start for row in rows)
     assert all(set(batch.tokens) <= {row.request for row in batch.rows if row.samples} for batch in batches)
+
+
+def test_the_garbage_collector_leaves_the_queue_alone(tiny):
+    """While a run is on: not its requests, nor what was there before. Then everything is as it was."""
+    llm, frozen = engine(tiny("qwen2")), gc.get_freeze_count()
+    stream = llm.stream(PROMPTS, SamplingParams(max_tokens=3, ignore_eos=True))
+    next(stream)
+    queued = [request.sequence.token_ids for request in llm.engine.scheduler.running]
+    looked_at = {id(each) for each in gc.get_objects()}
+    assert len(queued) == len(PROMPTS)
+    assert not any(id(ids) in looked_at for ids in queued)
+    assert id(llm) not in looked_at
+    assert len(list(stream)) == 3 * len(PROMPTS) - 1
+    assert gc.get_freeze_count() <= frozen

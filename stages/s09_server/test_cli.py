@@ -75,9 +75,12 @@ def test_names_of_vllm(settings):
 def test_own_names(settings):
     typed = "--kv-cache-mb 64 --speculative ngram --num-draft-tokens 3 --acceptance ratio --max-waiting 7 --dry-run"
     typed += " --request-timeout 9 --max-body-mb 1 --drain-seconds 2 --on-engine-death restart --text-process"
-    config = settings(*typed.split(), "--dry-run-step-ms", 4, "--prefix-cache", "chain", "--api-key", "k")
+    config = settings(*typed.split(), "--dry-run-step-ms", 4, "--prefix-cache", "chain", "--api-key", "k", "--compiled")
     guesses = {"speculative": "ngram", "num_draft_tokens": 3, "acceptance": "ratio"}
-    assert config.engine.options.items() >= {**guesses, "kv_cache_mb": 64, "prefix_cache": "chain"}.items()
+    assert (
+        config.engine.options.items()
+        >= {**guesses, "kv_cache_mb": 64, "prefix_cache": "chain", "compiled": True}.items()
+    )
     assert (config.engine.dry_run, config.engine.dry_run_step_ms) == (True, 4)
     api = config.api
     assert (api.max_waiting, api.request_timeout, api.max_body_mb, api.api_key) == (7, 9, 1, "k")
