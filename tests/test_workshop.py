@@ -194,6 +194,8 @@ def test_a_later_stage_takes_earlier_ones_only_when_they_are_green(toy: ToyCours
     code, out = toy.pytest("stages/02", "--mine", "-v")
     assert code == 0, out
     assert "yours: s01_toy (maths.py), s02_later (more.py)" in out
+    assert "With your own code of stage 01, too" in toy.course("check", "02")[1]
+    assert "own code" not in toy.course("check", "01")[1]
     toy.write("return x + x", "return x + x + 1")
     code, out = toy.pytest("stages/02", "--mine", "-v")
     assert code == 0, "an earlier stage that changed since it was green stays out"

@@ -70,7 +70,10 @@ class OverlapEngine(Engine):
         return self.scheduler.schedule()
 
     def read(self, lag: int, events: Events) -> None:
-        """Wait for all steps but the last `lag`; `events` gets their tokens. If one failed, so have those after it."""
+        """Wait for all steps but the last `lag`; `events` gets their tokens. If one failed, so have those after it.
+
+        Then none is left under way, `failed` has all events, also those from before, and the error goes on.
+        """
         while len(self.under_way) > lag:
             plan, handle = self.under_way.popleft()
             try:

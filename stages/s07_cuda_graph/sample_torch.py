@@ -63,7 +63,11 @@ def penalise(logits: Tensor, slots: Tensor, columns: SamplingColumns) -> Tensor:
 
 
 def keep(scaled: Tensor, slots: Tensor, columns: SamplingColumns) -> Tensor:
-    """-inf outside top-k, top-p and min-p, of scaled logits [N, V]. One sort serves all rows."""
+    """-inf outside top-k, then top-p of what is left, then min-p; scaled logits [N, V] -> [N, V].
+
+    As stage 01's `keep_top_k`, `keep_top_p` and `keep_min_p` for each row by the columns of its slot, but with one sort
+    for both and all rows. A top-k of 0, or of V and more, and a top-p of 1 drop nothing.
+    """
     k, p, min_p = columns.top_k[slots], columns.top_p[slots], columns.min_p[slots]
     if needed(((k > 0) | (p < 1)).any()):
         V = scaled.shape[1]

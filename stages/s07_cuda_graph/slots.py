@@ -59,7 +59,13 @@ class Slots:
         return slots
 
     def follow(self, plan: Plan) -> list[int]:
-        """The slot of each row of a plan; the edits that it needs are staged."""
+        """The slot of each row of a plan; the edits that it needs are staged.
+
+        First, whoever has ended or stepped back (it is no longer "running") gives its slot back, and leaves `on_host`.
+        Then, row by row: who is new, or was preempted since it came (`Seat.stay`), joins. Of its block table goes what
+        was not sent yet, all of it if the plan copies blocks. A row that samples with one token takes it from the
+        device: if no step of this stay has sampled so far, the token must be sent. Last comes `mind_guesses`.
+        """
         for request in [request for request in self.seats if request.state != "running"]:
             self.free.append(self.seats.pop(request).slot)
             self.on_host.discard(request)
@@ -74,17 +80,22 @@ class Slots:
             if seat.num_blocks < len(table):
                 self.state.edit_blocks(seat.slot, seat.num_blocks, table[seat.num_blocks :])
                 seat.num_blocks = len(table)
-            if seat.guessed:
-                self.state.edit("length", seat.slot, row.span.start)
-            seat.guessed = bool(row.drafts)
             if row.samples:
-                if not seat.sampled and row.span.num_new == 1:  # a decode row takes its token from the device
+                if not seat.sampled and row.span.num_new == 1:
                     self.state.edit("last_token", seat.slot, row.span.token_ids[row.span.start])
-                seat.sampled = not row.drafts
-            if row.drafts:  # blocks from here on may be given back, and others taken
-                seat.num_blocks = row.span.start // self.block_size
+                seat.sampled = True
+            self.mind_guesses(seat, row)
             slots.append(seat.slot)
         return slots
+
+    def mind_guesses(self, seat: Seat, row: PlannedRow) -> None:
+        """Stage 08: the device counts guesses that fall as well, so after a row with guesses the host corrects it."""
+        if seat.guessed:
+            self.state.edit("length", seat.slot, row.span.start)
+        seat.guessed = bool(row.drafts)
+        if row.drafts:
+            seat.sampled = False  # only the host knows which of the samples is the newest token
+            seat.num_blocks = row.span.start // self.block_size  # from here on blocks may go back, and others come
 
     def join(self, row: PlannedRow) -> Seat:
         """A slot for a request that has just been started, or started again."""

@@ -61,9 +61,12 @@ class StepInputs:
 
 
 def pack(plan: Plan, slots: list[int], size: StepSize) -> np.ndarray:
-    """A plan as `StepInputs.packed`, int32. Padding rows sit in the dummy slot; padding tokens belong to the first.
+    """A plan as `StepInputs.packed`, int32: its parts, in order of the views, as long as the size says.
 
-    So a step with fewer tokens than its size needs a padding row.
+    Padding rows sit in the dummy slot; padding tokens belong to the first of them, so a step with fewer tokens than its
+    size needs one. A row that samples with one token takes it from the device (`ON_DEVICE`); the ids of all others are
+    the host's. `sample_slots`: the slot of a row that samples, else the dummy; an entry per row, or, if `size.queries`
+    is set, one for each of its tokens. `decode_tiles` and `tile_maps` make what comes last.
     """
     T, R, rows = size.tokens, size.rows, plan.rows
     padded = np.full(R, DUMMY_SLOT, np.int32)
@@ -119,7 +122,9 @@ def longest_first(lengths: dict[int, int], num_rows: int) -> np.ndarray:
 def fill(inputs: StepInputs, state: DeviceState, block_size: int) -> None:
     """Each token's id, position and slot in the cache, each row's length and blocks; then every length moves on.
 
-    In plain torch; `state_kernels.py` has it as one kernel. Padding tokens stand at position 0 of the dummy block.
+    In plain torch; `state_kernels.py` has it as one kernel. Padding tokens stand at position 0 of the dummy block, and
+    the dummy slot's length stays 0. A newest token of -1 (none could be chosen) is computed as token 0. All goes into
+    the tensors that `inputs` has: a graph knows their addresses.
     """
     slots, cu_q, T = inputs.slots.long(), inputs.cu_q.long(), inputs.size.tokens
     real = slots != DUMMY_SLOT  # [R]

@@ -81,14 +81,16 @@ class TestFollow:
         assert self.state.block_tables[slot].tolist()[:2] == [3, 6]
 
     def test_who_leaves_makes_room(self):
-        """Three slots, all taken: one ends and one steps back before two others come."""
-        a, b, c = (ask(number, [5, 6], table=[number]) for number in (1, 2, 3))
+        """Three slots, all taken: one ends and one steps back before two others come. One of them needed the host."""
+        a, b, c = (ask(number, [5, 6], table=[number], logprobs=1 if number == 2 else None) for number in (1, 2, 3))
         slots, _ = self.follow(row(a, 0, 2), row(b, 0, 2), row(c, 0, 2))
+        assert self.slots.on_host == {b}
         a.state, b.state = "finished", "waiting"
         d, e = ask(4, [7], table=[8]), ask(5, [7], table=[9])
         again, _ = self.follow(row(d, 0, 1), row(c, 2, 3), row(e, 0, 1))
         assert again[1] == slots[2]
         assert {again[0], again[2]} == set(slots[:2])
+        assert not self.slots.on_host
 
     def test_who_comes_back_is_told_anew(self):
         """Preempted and started again between two plans, with other blocks, from position 0."""
@@ -110,6 +112,20 @@ class TestFollow:
         a.sequence.token_ids.append(PENDING)
         self.follow(row(a, 4, 5))
         assert self.state.last_token[slot] == 21
+
+    def test_after_guesses_the_device_is_told_what_stands(self):
+        """Stage 08: the device has counted two guesses, and both fell; the second block was given back for another."""
+        a = ask(1, [5, 6, 7], table=[3])
+        ((slot,), _) = self.follow(row(a, 0, 3))
+        a.sequence.token_ids.append(8)
+        a.sequence.block_table.append(4)
+        self.follow(PlannedRow(a, Span(a.sequence, 3, 6), samples=True, drafts=(21, 22)))
+        self.state.length[slot], self.state.last_token[slot] = 6, 23
+        a.sequence.token_ids.append(9)
+        a.sequence.block_table[1] = 6
+        self.follow(row(a, 4, 5))
+        assert (self.state.length[slot], self.state.last_token[slot]) == (4, 9)
+        assert self.state.block_tables[slot].tolist()[:2] == [3, 6]
 
 
 def unpacked(plan, slots, size) -> StepInputs:
@@ -159,6 +175,16 @@ class TestPack:
         assert inputs.cu_q.tolist() == [0, 1, 3, 6, 7, 10, 10]
         assert inputs.ids.tolist()[:7] == [ON_DEVICE, 14, 15, 7, 8, 9, 23]
         assert inputs.short_map[0].tolist() == [0, 3, *[NO_ROW] * 4]
+
+    def test_a_row_with_guesses_samples_after_each_of_its_tokens(self):
+        """Stage 08: up to three tokens in a row; one of two rows has guesses, and the tokens of padding a row."""
+        a, b = ask(1, [5, 6]), ask(2, [7, 8, 9])
+        guesses = PlannedRow(a, Span(a.sequence, 1, 4), samples=True, drafts=(31, 32))
+        inputs = unpacked(Plan((guesses, row(b, 2, 3))), [2, 1], StepSize(6, 3, queries=3))
+        assert inputs.slots.tolist() == [2, 1, 0]
+        assert inputs.cu_q.tolist() == [0, 3, 4, 6]
+        assert inputs.sample_slots.tolist() == [2, 2, 2, 1, 0, 0]
+        assert inputs.ids.tolist()[:4] == [6, 31, 32, ON_DEVICE]
 
     def test_tiles_of_attention(self):
         """Rows of one token in one map; the others' tiles of two queries in the other, most keys first."""

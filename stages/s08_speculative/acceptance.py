@@ -24,6 +24,7 @@ def ratio_rule(p: Tensor, q: Tensor, drafts: Sequence[int], uniform: Sequence[fl
     p [k + 1, V]: the model's distributions, after temperature and filters; q [k, V]: those the drafts were drawn from;
     uniform [k] in [0, 1); noise [k + 1, V] from Exp(1). Returns the accepted drafts and one token more: from
     max(p - q, 0), normalised, in the place of the draft that fell, or from the last p if none did.
+    A draft with p(x) = 0 never stands, nor one whose q is NaN. If nothing is left of p - q, the draw is from p.
     (Leviathan, Kalman and Matias 2023; Chen et al. 2023. Both prove that each token is then distributed as p.)
     """
     for place, draft in enumerate(drafts):

@@ -46,7 +46,8 @@ class Pace:
     def note(self, request: Request, drafted: int, accepted: int, weight: float = WEIGHT) -> None:
         """A step's outcome, which moves the mean by its `weight`. Below `least_rate` a pause begins.
 
-        It ends with a fresh trial: the mean begins anew at least_rate + WEIGHT / 3: two bad steps bring it down again.
+        It lasts `pause` tokens of the answer, and the next one twice as many, up to LONGEST_PAUSE. It ends with a fresh
+        trial: the mean begins anew at least_rate + WEIGHT / 3, from where two bad steps bring it down again.
         """
         record = self.record(request)
         record.rate += weight * (accepted / drafted - record.rate)

@@ -5,7 +5,7 @@ import pytest
 from stages.s01_forward.generation import Generation
 from stages.s01_forward.sampling_params import SamplingParams
 from stages.s04_continuous_batching.request import Request
-from stages.s08_speculative.pace import FIRST_PAUSE, LONGEST_PAUSE, Pace
+from stages.s08_speculative.pace import FIRST_PAUSE, LONGEST_PAUSE, NO_GUESS, Pace
 
 
 def ask() -> Request:
@@ -81,6 +81,15 @@ def test_each_has_a_record_of_its_own():
     pace.forget(bad)
     assert bad not in pace.records
     assert pace.ready([bad]) == [bad]
+
+
+def test_a_step_for_which_nothing_was_found_weighs_little():
+    """0.98 ** 80 is the first power below 0.2."""
+    pace, request, steps = Pace(4, 0.2), ask(), 0
+    while steps < 1000 and pace.ready([request]):
+        pace.note(request, 1, 0, weight=NO_GUESS)
+        steps += 1
+    assert steps == 80
 
 
 def test_in_the_long_run_little_is_lost():

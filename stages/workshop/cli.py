@@ -82,6 +82,9 @@ def check(
     for exercise in exercises:
         workspace.read_mine(it, exercise)
     _warn_version(it)
+    earlier = [stage.number for stage in workspace.stages_to_take([it.number]) if stage.number != it.number]
+    if earlier:
+        say(f"With your own code of stage {', '.join(earlier)}, too: it is green.")
     verdicts, printed = checks.check_exercises(exercises)
     if verbose:
         console.print(printed, markup=False)
