@@ -157,7 +157,8 @@ class TestRuns:
         run = run_workload(llm, cut(work, 1, None))
         assert run.reused == 0 and len(run.steps) >= 32 and len(run.first_tokens) == 1
         assert len(run.cycles) == len(run.steps) - 1
-        assert sum(run.cycles) == pytest.approx(run.seconds - run.steps[0], rel=0.2)
+        assert sum(run.cycles) <= run.seconds - run.steps[0]
+        assert all(cycle >= step for cycle, step in zip(run.cycles, run.steps[1:], strict=True))
 
     def test_what_is_shared_is_read_once(self):
         """Of 64 rows with 2,048 tokens in common, and with the 16 that are computed when the rest was found."""
@@ -563,6 +564,8 @@ def test_lines_are_what_the_engine_imports(tmp_path):
     found = lines.reachable("stages.s01_forward.llm", tmp_path)
     assert {path.name for path in found} == {"llm.py", "layers.py", "__init__.py"}
     assert [lines.code_lines((stage / name).read_text(encoding="utf-8")) for name in ("llm.py", "layers.py")] == [6, 4]
+    kinds = [lines.kind_of(source) for source in ('"""Read later: x."""\n', '"""X."""\n', "import triton\n")]
+    assert kinds == ["read later", "to read", "kernels"]
 
 
 def test_command_names_no_place_of_the_machine(monkeypatch, tmp_path):

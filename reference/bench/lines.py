@@ -1,14 +1,15 @@
 """How many lines the engine has, stage by stage: `python -m reference.bench lines`.
 
 What counts is what the finished engine imports, followed from the modules in `ENTRIES`: so no test, no benchmark and no
-check. Lines of code are those that are neither blank nor comment nor docstring. The result is `speed_lines`.
+check. Lines of code are those that are neither blank nor comment nor docstring. Files that import Triton are kernels;
+others may say of themselves, in their first words, that they can be read later. The result is `speed_lines`.
 """
 
 import argparse
 import ast
 import io
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from reference.bench.harness import RESULTS, Measurement, Result
@@ -65,19 +66,36 @@ def code_lines(source: str) -> int:
     return len(lines - docstrings)
 
 
+def kind_of(source: str) -> str:
+    """What a reader does with a file."""
+    if "import triton" in source:
+        return "kernels"
+    return "read later" if (ast.get_docstring(ast.parse(source)) or "").startswith("Read later") else "to read"
+
+
+def measure(name: str, sources: Sequence[str]) -> Measurement:
+    """Lines of code in these files."""
+    whole = sum(len(source.splitlines()) for source in sources)
+    note = f"{len(sources)} files, {whole:,} lines with comments and blank ones"
+    return Measurement.single(name, sum(map(code_lines, sources)), "lines", note=note)
+
+
 def count(root: Path = ROOT) -> Result:
-    """Files, lines and lines of code of each stage's part of the engine, then of the server."""
+    """Files, lines and lines of code of each stage's part of the engine, then of the server; of both, by kinds."""
     result = Result("speed_lines", "")
     counted: set[Path] = set()
     for what, entry in ENTRIES.items():
         files = reachable(entry, root) - counted
         counted |= files
-        for stage in (*sorted({path.parent.name for path in files}), "all"):
-            sources = [path.read_text(encoding="utf-8") for path in files if stage in (path.parent.name, "all")]
-            whole = sum(len(source.splitlines()) for source in sources)
-            note = f"{len(sources)} files, {whole:,} lines with comments and blank ones"
-            lines = sum(map(code_lines, sources))
-            result.measurements.append(Measurement.single(f"{what}, {stage}", lines, "lines", note=note))
+        sources = {path: path.read_text(encoding="utf-8") for path in files}
+        for stage in sorted({path.parent.name for path in files}):
+            own = [source for path, source in sources.items() if path.parent.name == stage]
+            result.measurements.append(measure(f"{what}, {stage}", own))
+        result.measurements.append(measure(f"{what}, all", list(sources.values())))
+        for kind in ("to read", "read later", "kernels"):
+            own = [source for source in sources.values() if kind_of(source) == kind]
+            if own:
+                result.measurements.append(measure(f"{what}, of these {kind}", own))
     return result
 
 
