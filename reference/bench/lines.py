@@ -94,7 +94,7 @@ def count(root: Path = ROOT) -> Result:
         result.measurements.append(measure(f"{what}, all", list(sources.values())))
         for kind in ("to read", "read later", "kernels"):
             own = [source for source in sources.values() if kind_of(source) == kind]
-            if own:
+            if 0 < len(own) < len(sources):
                 result.measurements.append(measure(f"{what}, of these {kind}", own))
     return result
 
