@@ -389,13 +389,14 @@ def test_a_death_while_the_tokenizer_is_read(rigged, run, monkeypatch):
     prepare = AsyncLLM.prepare
 
     async def slowly(llm: AsyncLLM) -> None:
-        while llm.death is None:
+        while llm.settings.model == dies and llm.death is None:  # others may be starting meanwhile
             await asyncio.sleep(0.01)
         await prepare(llm)
 
+    dies = "ready and dead"
     monkeypatch.setattr(AsyncLLM, "prepare", slowly)
     with pytest.raises(EngineDied, match="out of memory"):
-        run(rigged("ready and dead"))
+        run(rigged(dies))
 
 
 def test_a_start_that_is_given_up(rigged, run):
