@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -93,8 +93,8 @@ class RequestBuilder:
                 f"prompt {number} has {len(ids)} tokens; the model's length is {self.max_model_len} "
                 "and must hold the prompt and at least one new token"
             )
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("logit_bias", params.logit_bias)
+        self._check_ids("stop_token_ids", list(params.stop_token_ids))
+        self._check_ids("logit_bias", list(params.logit_bias))
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop strings {list(params.stop)} need a tokenizer, and this model folder has none")
         seed = params.seed if params.seed is not None else secrets.randbits(63)
@@ -118,11 +118,12 @@ class RequestBuilder:
             ids = list(prompt)
         if not ids:
             raise ValueError(f"prompt {number} is empty: {prompt!r} gives no token to start from")
-        if not are_plain_ids(ids, self.vocab_size):
-            self._check_ids(f"prompt {number}", ids)
+        self._check_ids(f"prompt {number}", ids)
         return ids
 
-    def _check_ids(self, name: str, ids: Collection[int]) -> None:
+    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
+        if ids and are_plain_ids(ids, self.vocab_size):
+            return
         for token_id in ids:
             check_int(f"{name}: a token id", token_id, 0, self.vocab_size - 1)
 

@@ -70,6 +70,7 @@ class DeviceState:
         top_k, filters = (0, (0.0, 1.0, 0.0)) if plain else (min(top_k, 2**31 - 1), filters)
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         penalties = (1.0, 0.0, 0.0) if on_host else penalties
+        # All columns from `top_k` on, in their order; the seed is two of them.
         values = struct.pack("<iQ6f", top_k, seed, *filters, *penalties)
         columns = range(COLUMNS["top_k"] * self.num_slots + slot, len(COLUMNS) * self.num_slots, self.num_slots)
         self.edits.update(zip(columns, struct.unpack("<9i", values), strict=True))
