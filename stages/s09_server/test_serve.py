@@ -76,6 +76,12 @@ class Running:
         """As Ctrl-C does."""
         self.signals.hear(signal.SIGINT, None)
 
+    async def begin_to_drain(self) -> None:
+        """The first signal, and it has been heard."""
+        self.signal()
+        while not self.server.service.draining:
+            await asyncio.sleep(0.01)
+
 
 def run(settings, scenario):
     """A coroutine with a running server; nothing takes longer than a minute."""
@@ -171,9 +177,7 @@ def test_who_asks_a_killed_engine_is_told(killed):
 def test_open_answers_end_and_new_ones_are_refused(tiny):
     async def scenario(it: Running):
         reading = await it.begin()
-        it.signal()
-        while not it.server.service.draining:
-            await asyncio.sleep(0.01)
+        await it.begin_to_drain()
         refused = await it.client.post("/v1/completions", json=LONG)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
         assert int(refused.headers["retry-after"]) > 0
@@ -201,9 +205,7 @@ def test_what_is_open_for_too_long_ends_with_an_error(tiny):
 def test_a_second_signal_ends_at_once(tiny):
     async def scenario(it: Running):
         reading = await it.begin()
-        it.signal()
-        while not it.server.service.draining:
-            await asyncio.sleep(0.01)
+        await it.begin_to_drain()
         it.signal()
         assert await it.code == 130
         assert "shutting down" in (await reading)[-1]
