@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from reference.bench.harness import Measurement, Result
-from reference.gpu_checks import attention, fast_engine, guessing
+from reference.gpu_checks import attention, fast_engine, guessing, two_gpus
 from reference.gpu_checks import run as command
 from reference.gpu_checks.check import Check, within
 from stages.s07_cuda_graph import sample_torch, step
@@ -28,6 +28,14 @@ CPU_CHECKS = [
 def test_the_engine_passes(function, arguments):
     checks = function(*arguments)
     assert checks and all(check.passed for check in checks), [str(check) for check in checks if not check.passed]
+
+
+@pytest.mark.parametrize(
+    ("function", "devices"), [(two_gpus.check_engines, "cpu"), (two_gpus.check_turns, ("cpu", "cpu"))]
+)
+def test_engines_beside_each_other_pass(function, devices):
+    checks = function(devices)
+    assert len(checks) >= len(two_gpus.ENGINES) and all(check.passed for check in checks), [*map(str, checks)]
 
 
 def padded(llm_class: Any) -> Any:
@@ -155,6 +163,19 @@ class TestReport:
     def test_an_error_is_a_failed_check(self):
         [check] = command.guarded(fast_engine.check_variants, ("cpu", "gpt5"))
         assert not check.passed and check.name == "check_variants(cpu, gpt5)" and "ValueError" in check.note
+
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_what_needs_two_gpus_is_left_out_where_there_is_one(self, count, monkeypatch, tmp_path, capsys):
+        """And stays in the report as it is there."""
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a card")
+        command.merged({"two-gpus": [Measurement.single("two-gpus: checks", 77, "")]}, tmp_path).save(tmp_path)
+        monkeypatch.setattr(command, "run", lambda sections, options: ((name, self.checks()[:1]) for name in sections))
+        assert command.main(["--only", "07-norm", "two-gpus", "--out", str(tmp_path)]) == 0
+        assert Result.load("gpu_checks", tmp_path)["two-gpus: checks"].median == (77 if count == 1 else 1)
+        assert ("left out" in capsys.readouterr().out) == (count == 1)
+        assert command.main(["--only", "two-gpus", "--out", str(tmp_path)]) == (2 if count == 1 else 0)
 
     def test_without_a_gpu_it_says_so(self, monkeypatch, capsys):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -22,6 +22,7 @@ from reference.gpu_checks.check import Check, within
 from stages.s01_forward.sampling_params import SamplingParams
 from stages.s06_prefix_cache.llm import LLM as Stage06
 from stages.s07_cuda_graph import few_rows
+from stages.s07_cuda_graph.graphs import decode_size
 from stages.s07_cuda_graph.llm import LLM
 from stages.s07_cuda_graph.skinny_linear import MOST_ROWS
 
@@ -284,6 +285,41 @@ def check_delays(device: str) -> list[Check]:
     return checks
 
 
+def check_lack_of_memory(device: str) -> list[Check]:
+    """No memory in the middle of a capture, of the first or of a later one: that size is launched, all others are
+    replayed, and nothing is held of what was begun.
+    """
+    lacking, checks = decode_size(4, queries=1), []
+    with tiny("qwen2") as folder:
+        asked, params = prompts(9), ragged(9)
+        wanted = expected(folder, asked, params)
+        for name in ("the first", "a later"):
+            llm = engine(folder, device)
+            graphs = llm.engine.runner.graphs
+            run = graphs.run
+
+            def scarce(inputs: Any, plan: Any, run: Callable[..., Any] = run) -> Any:
+                outputs = run(inputs, plan)
+                if inputs.size == lacking and torch.cuda.is_current_stream_capturing():
+                    torch.empty(2**50, dtype=torch.int8, device=device)
+                return outputs
+
+            if name == "a later":
+                llm.generate(asked[:5], params[:5])
+                graphs.captured.pop(lacking, None)
+            before = torch.cuda.memory_allocated(device)
+            with replaced(graphs, run=scarce):
+                graphs.prepare(lacking)
+                kept = torch.cuda.memory_allocated(device) - before
+                checks.append(same(f"no memory for {name} capture", ids(llm, asked, params), wanted))
+            counts = f"{graphs.replays} replays, {dict(graphs.eager)} launched"
+            alone = graphs.no_memory == {lacking} and graphs.replays > 10 and graphs.eager.total() > 0
+            checks.append(Check(f"no memory for {name} capture, that size alone", alone, note=counts))
+            if name == "a later":  # with the first, cuBLAS takes memory of its own
+                checks.append(Check("no memory for a capture, none is held", kept == 0, note=f"{kept} bytes"))
+    return checks
+
+
 def check_reference_logits(device: str, family: str) -> list[Check]:
     """Log-probabilities of greedy answers, all kernels on, against stage 06's on the CPU."""
     with tiny(family) as folder:
@@ -312,5 +348,5 @@ def parts(device: str) -> list[Part]:
     common += [(check_reference_logits, (device, family)) for family in FAMILIES]
     if device == "cuda":
         common += [(check_bits, (device, dtype)) for dtype in ("float32", "bfloat16")]
-        common += [(check, (device,)) for check in (check_no_sync, check_delays)]
+        common += [(check, (device,)) for check in (check_no_sync, check_delays, check_lack_of_memory)]
     return common

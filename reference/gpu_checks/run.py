@@ -22,7 +22,7 @@ from reference.bench.harness import RESULTS, Measurement, Result
 from reference.bench.provenance import git_commit
 from reference.bench.report import markdown_table
 from reference.checkpoints import FAMILIES
-from reference.gpu_checks import attention, fast_engine, guessing
+from reference.gpu_checks import attention, fast_engine, guessing, two_gpus
 from reference.gpu_checks.check import Check, within
 
 Task = tuple[Callable[..., list[Check]], Sequence[Any]]
@@ -35,6 +35,7 @@ TITLES = {
     "07-chunks": "attention for chunks of prompts",
     "07-engine": "graphs, overlap, padding, delays",
     "08-engine": "guesses that stand and fall, in graphs of their own",
+    "two-gpus": "engines on a GPU that is not the current one",
 }
 NAME = "gpu_checks"
 
@@ -99,6 +100,8 @@ def tasks(section: str, options: argparse.Namespace) -> list[Task]:
         return fast_engine.parts("cuda")
     if section == "08-engine":
         return guessing.parts("cuda", FAMILIES)
+    if section == "two-gpus":
+        return two_gpus.parts()
     if section == "07-chunks":
         return [(chunk_cases, ())]
     if section == "07-sampling":
@@ -181,9 +184,15 @@ def main(arguments: list[str] | None = None) -> int:
             "gpu_checks needs a CUDA GPU; in Triton's interpreter the kernels run on a CPU: pytest stages/03 stages/07"
         )
         return 2
+    sections = [name for name in TITLES if name in options.only]
+    if "two-gpus" in sections and torch.cuda.device_count() < 2:
+        print("two-gpus needs two CUDA GPUs: left out, the report keeps what it says of it")
+        sections.remove("two-gpus")
+    if not sections:
+        return 2
     began, failed, path = time.perf_counter(), False, Path()
     done: dict[str, list[Measurement]] = {}
-    for section, checks in run([name for name in TITLES if name in options.only], options):
+    for section, checks in run(sections, options):
         seconds = time.perf_counter() - began
         print(f"{section}: {len(checks)} checks, done after {seconds:.0f} s", flush=True)
         failed |= not all(check.passed for check in checks)

@@ -28,9 +28,9 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 class BaseLLM(ABC):
     """A model that answers.
 
-    model: a folder, a hub id or "demo". device: "auto" (a CUDA GPU if there is one), "cpu", "cuda", "cuda:1".
-    dtype: "auto" (the checkpoint's own), "bfloat16", "float16", "float32". max_model_len: prompt and answer together,
-    in tokens; at most, and by default, what the model was made for.
+    model: a folder, a hub id or "demo". device: "auto" (a CUDA GPU if there is one), "cpu", "cuda" (the GPU that is
+    PyTorch's current one), "cuda:1". dtype: "auto" (the checkpoint's own), "bfloat16", "float16", "float32".
+    max_model_len: prompt and answer together, in tokens; at most, and by default, what the model was made for.
     """
 
     def __init__(
@@ -112,12 +112,18 @@ class BaseLLM(ABC):
 
 
 def pick_device(name: str) -> torch.device:
-    """ "auto" is the GPU if PyTorch sees one, else the CPU."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+    """ "auto" is a GPU if PyTorch sees one, else the CPU. A GPU without a number is the one that is current now."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and not count):
+        return torch.device("cpu")
+    match = re.fullmatch(r"auto|cuda(:(\d+))?", name)
+    if match is None:
         raise ValueError(f"device {name!r} is not supported; supported are 'auto', 'cpu', 'cuda' and 'cuda:1'")
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if not count:
         raise ValueError(f"device {name!r}: PyTorch {torch.__version__} sees no CUDA GPU here; use 'cpu' or 'auto'")
-    return device
+    current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # to ask would take GPU memory
+    number = int(match[2]) if match[2] else current
+    if number >= count:
+        there = ", ".join(f"cuda:{each}" for each in range(count))
+        raise ValueError(f"device {name!r}: this machine has {count} CUDA GPU{'s' * (count > 1)}: {there}")
+    return torch.device("cuda", number)

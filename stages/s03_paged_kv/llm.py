@@ -158,7 +158,8 @@ class LLM(BaseLLM):
                 raise RuntimeError(f"a wave was started that {self.cache.pool.num_blocks - 1} blocks cannot carry")
             self.store.copy_blocks(copies)
         batch = Batch.of(sequences, self.device)
-        with torch.inference_mode():
+        # Triton's kernels run on the GPU that is PyTorch's current one: here, the engine's own.
+        with torch.inference_mode(), torch.cuda.device_of(batch.input_ids):
             ctx = PagedContext.of(sequences, batch, self.store, self.ops, self.shape)
             hidden = self.model(batch.input_ids, batch.positions, ctx)  # [T, H]
             logits = self.model.logits(hidden[batch.last_tokens])

@@ -50,7 +50,8 @@ def largest_step_bytes(model: Model, num_tokens: int, num_rows: int) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     positions = torch.arange(num_tokens, device=device)
-    hidden = model(torch.zeros_like(positions), positions, NoAttention())
+    with torch.cuda.device_of(positions):  # the GPU on which Triton's kernels run
+        hidden = model(torch.zeros_like(positions), positions, NoAttention())
     logits = model.logits(hidden[-1:].expand(num_rows, -1)).float()  # [N, V]
     logits.sort(dim=-1)  # the sampler's largest step
     peak = torch.cuda.max_memory_allocated(device) - before

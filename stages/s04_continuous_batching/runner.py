@@ -40,7 +40,8 @@ class Runner:
         spans = [row.span for row in plan.rows]
         batch = Batch.of(spans, self.device)
         ctx = PagedContext.of(spans, batch, self.store, self.ops, self.shape)
-        hidden = self.model(batch.input_ids, batch.positions, ctx)  # [T, H]
+        with torch.cuda.device_of(batch.input_ids):  # the GPU on which Triton's kernels run
+            hidden = self.model(batch.input_ids, batch.positions, ctx)  # [T, H]
         sampling = [i for i, row in enumerate(plan.rows) if row.samples and row.request.generation.token_limit > 0]
         tokens = {}
         if sampling:

@@ -82,6 +82,7 @@ class Graphs:
         self.captured: dict[StepSize, Captured] = {}
         self.replays, self.eager = 0, Counter[str]()
         self.refused = ""  # why this model's step cannot be recorded
+        self.no_memory = set[StepSize]()  # sizes that could not be recorded for want of it
 
     def size_of(self, plan: Plan, queries: int) -> StepSize | None:
         """The smallest size that holds a plan; None, and the reason is counted, if it goes without a graph.
@@ -103,14 +104,35 @@ class Graphs:
         return mixed_size(padded, room, self.step.shape, self.longest, self.chunks)
 
     def get(self, size: StepSize) -> Captured | None:
-        """The graph of a size; None if this model's step cannot be recorded, which is found at the first try."""
-        if size not in self.captured and not self.refused:
-            try:
-                self.captured[size] = self.capture(size)
-            except RuntimeError as error:
-                self.refused = f"cannot be recorded: {error}"
-                log.warning("steps are launched one operation at a time; they %s", self.refused)
-        return self.captured.get(size)
+        """The graph for a step of this size; None, and the reason is counted, if there is none."""
+        captured = self.captured.get(size) or self.prepare(size)
+        if captured is None:
+            self.eager[self.refused or f"no memory to record {size.tokens} tokens in {size.rows} rows"] += 1
+        return captured
+
+    def prepare(self, size: StepSize) -> Captured | None:
+        """Capture a size, unless that was tried before.
+
+        Where memory does not suffice, this size alone has no graph. Any other error says that this model's step cannot
+        be recorded: no size has one from then on.
+        """
+        if self.refused or size in self.captured or size in self.no_memory:
+            return self.captured.get(size)
+        try:
+            self.captured[size] = self.capture(size)
+            return self.captured[size]
+        except RuntimeError as error:
+            why = str(error)  # the error itself would keep alive what was begun
+        if "out of memory" in why:  # PyTorch's words, and the driver's
+            self.no_memory.add(size)
+            log.warning("%s is launched one operation at a time: %s", size, why)
+            torch.cuda.empty_cache()
+            if not self.captured:  # PyTorch closes a pool with the last graph that it serves
+                self.pool = torch.cuda.graph_pool_handle()
+        else:
+            self.refused = f"cannot be recorded: {why}"
+            log.warning("steps are launched one operation at a time; they %s", self.refused)
+        return None
 
     def replay(self, captured: Captured) -> StepOutputs:
         """One step."""
@@ -126,7 +148,7 @@ class Graphs:
             rows = [rows for rows in beside if rows <= tokens or rows == beside[0]]
             sizes += [mixed_size(tokens, each, self.step.shape, self.longest, self.chunks) for each in rows]
         for size in sorted(sizes, key=lambda size: (-size.tokens, -size.rows)):
-            self.get(size)
+            self.prepare(size)
 
     def capture(self, size: StepSize) -> Captured:
         """Run a step of padding alone: once, so that every kernel is compiled and loaded, and once for the record."""

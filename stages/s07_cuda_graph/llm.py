@@ -84,6 +84,11 @@ class LLM(PrefixLLM):
         """One that can plan ahead."""
         return SteadyScheduler(cache, swap, self.max_num_seqs, self.max_num_batched_tokens, self.max_chunk)
 
+    def build_engine(self, num_blocks: int, block_size: int, swap_mb: float) -> Engine:
+        """As before. Streams and graphs are made on the GPU that is PyTorch's current one: here, the engine's own."""
+        with torch.cuda.device_of(self.model.cos):
+            return super().build_engine(num_blocks, block_size, swap_mb)
+
     def make_engine(self, scheduler: Scheduler, store: KVStore, host_store: KVStore) -> Engine:
         """A runner over a state on the device, and the loop with its lag."""
         assert isinstance(scheduler, AheadScheduler)

@@ -71,13 +71,14 @@ class GraphRunner:
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepHandle:
         """Move blocks, bring the state up to date, start the step. Rows that need the host are waited for."""
-        self.host_store.copy_blocks(plan.swap_out, source=self.step.store)
-        self.step.store.copy_blocks(plan.swap_in, source=self.host_store)
-        self.step.store.copy_blocks(plan.copies)
-        if not plan.rows:
-            return Handle(StepResult(()))
-        slots = self.slots.follow_group(plan) if isinstance(plan, GroupPlan) else self.slots.follow(plan)
-        return self.handle(plan, slots, self.run(plan, slots))
+        with torch.cuda.device_of(self.state.flat):  # the GPU of kernels, graphs and events
+            self.host_store.copy_blocks(plan.swap_out, source=self.step.store)
+            self.step.store.copy_blocks(plan.swap_in, source=self.host_store)
+            self.step.store.copy_blocks(plan.copies)
+            if not plan.rows:
+                return Handle(StepResult(()))
+            slots = self.slots.follow_group(plan) if isinstance(plan, GroupPlan) else self.slots.follow(plan)
+            return self.handle(plan, slots, self.run(plan, slots))
 
     def run(self, plan: Plan, slots: list[int]) -> StepOutputs:
         """Through a graph, or launch by launch."""

@@ -1,5 +1,6 @@
 """Which graph serves which step, and steps through padded sizes, with NaN wherever a GPU leaves something undefined."""
 
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +105,59 @@ class TestSizes:
         assert len(tries) == 1
         assert graphs.eager["cannot be recorded: it needs the host"] >= 5
         assert graphs.replays == 0
+
+    @pytest.mark.parametrize("others", ["captured before", "captured later"])
+    @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+    def test_a_size_that_memory_is_lacking_for_is_launched_alone(self, error, others, tiny, monkeypatch, caplog):
+        """Tried once, told once, counted; all other sizes keep their graphs. What was begun is gone when it is given
+        back: so are all graphs of the pool, if it was the first, and the others get a new one.
+        """
+        prompts, params = [[5, 6, 7], [8] * 20], SamplingParams(max_tokens=6, ignore_eos=True)
+        expected = ids(engine(tiny("qwen2")).generate(prompts, params))
+        llm = engine(tiny("qwen2"), prefix_cache="off")
+        graphs, lacking, tries, begun = llm.engine.runner.graphs, StepSize(2, 2, queries=1), [], []
+        pools, given_back = iter(range(1, 9)), []
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(pools)))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(begun[-1]() is None))
+        capture = graphs.capture
+
+        def scarce(size):
+            tries.append(size)
+            if size != lacking:
+                return capture(size)
+            memory = torch.empty(3)
+            begun.append(weakref.ref(memory))
+            raise error("CUDA out of memory. Tried to allocate 2 GiB")  # the driver's own is a plain RuntimeError
+
+        monkeypatch.setattr(graphs, "capture", scarce)
+        if others == "captured later":
+            graphs.prepare(lacking)
+        for _ in range(2):
+            assert ids(llm.generate(prompts, params)) == expected
+        assert graphs.replays == 2 and not graphs.refused
+        assert dict(graphs.eager) == {"no memory to record 2 tokens in 2 rows": 10}
+        assert len(tries) == len(set(tries)) == 2 and list(graphs.captured) == [s for s in tries if s != lacking]
+        assert (graphs.no_memory, given_back) == ({lacking}, [True])
+        assert graphs.pool == ((0, 1) if others == "captured later" else (0, 0))
+        assert len(caplog.records) == 1 and "out of memory" in caplog.text
+        assert llm.generate([prompts[0]], params)[0].token_ids == expected[0][0]  # one row
+        assert len(graphs.captured) == 2
+
+    def test_capture_at_the_start_goes_on_without_what_memory_is_lacking_for(self, tiny, monkeypatch):
+        llm = engine(tiny("qwen2"), max_num_seqs=6, max_num_batched_tokens=64)
+        graphs, capture = llm.engine.runner.graphs, llm.engine.runner.graphs.capture
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+
+        def scarce(size):
+            if size.tokens > 32:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return capture(size)
+
+        monkeypatch.setattr(graphs, "capture", scarce)
+        graphs.capture_all()
+        assert {size.tokens for size in graphs.captured} == {1, 2, 4, 6, 32}
+        assert {size.tokens for size in graphs.no_memory} == {64}
+        assert not graphs.eager, "no step has been made"
 
     def test_capture_at_the_start_makes_all_that_steps_ask_for(self, tiny):
         """The largest first, whatever comes later finds its graph there."""

@@ -75,7 +75,8 @@ class DraftModelProposer:
             chunks = [self.chunk(request, guesses[request]) for request in requests]
             batch = Batch.of(chunks, self.store.data.device)
             ctx = PagedContext.of(chunks, batch, self.store, self.ops, self.shape)
-            hidden = self.model(batch.input_ids, batch.positions, ctx)
+            with torch.cuda.device_of(batch.input_ids):  # the GPU on which Triton's kernels run
+                hidden = self.model(batch.input_ids, batch.positions, ctx)
             for request, chunk in zip(requests, chunks, strict=True):
                 count = min(request.sequence.num_tokens, chunk.num_tokens)
                 self.read[request] = request.num_preemptions, count, chunk.token_ids[count : chunk.num_tokens]

@@ -142,7 +142,7 @@ class LLM(GraphLLM):
         step, graphs = super().make_step(store)
         if graphs and self.speculative is not None and self.capture == "start":
             for rows in reversed(self.guessing_rows()):
-                graphs.get(decode_size(rows, queries=1 + self.num_draft_tokens))
+                graphs.prepare(decode_size(rows, queries=1 + self.num_draft_tokens))
         return step, graphs
 
     def make_proposer(self, cache: PagedCache, store: KVStore) -> Proposer:
