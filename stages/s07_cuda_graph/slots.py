@@ -31,7 +31,6 @@ class Seat:
     stay: int  # `num_preemptions` when it came: a request that was preempted since comes anew
     num_blocks: int = 0  # entries of its block table that were sent
     sampled: bool = False  # is its newest token in `last_token`?
-    guessed: bool = False  # did its last row carry guesses (stage 08)? The device counted those that fell, too
 
 
 class Slots:
@@ -64,7 +63,7 @@ class Slots:
         First, whoever has ended or stepped back (it is no longer "running") gives its slot back, and leaves `on_host`.
         Then, row by row: who is new, or was preempted since it came (`Seat.stay`), joins. Of its block table goes what
         was not sent yet, all of it if the plan copies blocks. A row that samples with one token takes it from the
-        device: if no step of this stay has sampled so far, the token must be sent. Last comes `mind_guesses`.
+        device: if no step of this stay has sampled so far, the token must be sent.
         """
         for request in [request for request in self.seats if request.state != "running"]:
             self.free.append(self.seats.pop(request).slot)
@@ -84,24 +83,14 @@ class Slots:
                 if not seat.sampled and row.span.num_new == 1:
                     self.state.edit("last_token", seat.slot, row.span.token_ids[row.span.start])
                 seat.sampled = True
-            self.mind_guesses(seat, row)
             slots.append(seat.slot)
         return slots
-
-    def mind_guesses(self, seat: Seat, row: PlannedRow) -> None:
-        """Stage 08: the device counts guesses that fall as well, so after a row with guesses the host corrects it."""
-        if seat.guessed:
-            self.state.edit("length", seat.slot, row.span.start)
-        seat.guessed = bool(row.drafts)
-        if row.drafts:
-            seat.sampled = False  # only the host knows which of the samples is the newest token
-            seat.num_blocks = row.span.start // self.block_size  # from here on blocks may go back, and others come
 
     def join(self, row: PlannedRow) -> Seat:
         """A slot for a request that has just been started, or started again."""
         request = row.request
         seat = self.seats.get(request) or Seat(self.free.pop(), 0)
-        seat.stay, seat.num_blocks, seat.sampled, seat.guessed = request.num_preemptions, 0, False, False
+        seat.stay, seat.num_blocks, seat.sampled = request.num_preemptions, 0, False
         self.seats[request] = seat
         on_host = needs_host(request.generation)
         self.state.edit("length", seat.slot, row.span.start)

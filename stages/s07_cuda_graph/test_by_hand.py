@@ -113,20 +113,6 @@ class TestFollow:
         self.follow(row(a, 4, 5))
         assert self.state.last_token[slot] == 21
 
-    def test_after_guesses_the_device_is_told_what_stands(self):
-        """Stage 08: the device has counted two guesses, and both fell; the second block was given back for another."""
-        a = ask(1, [5, 6, 7], table=[3])
-        ((slot,), _) = self.follow(row(a, 0, 3))
-        a.sequence.token_ids.append(8)
-        a.sequence.block_table.append(4)
-        self.follow(PlannedRow(a, Span(a.sequence, 3, 6), samples=True, drafts=(21, 22)))
-        self.state.length[slot], self.state.last_token[slot] = 6, 23
-        a.sequence.token_ids.append(9)
-        a.sequence.block_table[1] = 6
-        self.follow(row(a, 4, 5))
-        assert (self.state.length[slot], self.state.last_token[slot]) == (4, 9)
-        assert self.state.block_tables[slot].tolist()[:2] == [3, 6]
-
 
 def unpacked(plan, slots, size) -> StepInputs:
     """The inputs as they arrive on the device."""

@@ -21,6 +21,7 @@ from stages.s07_cuda_graph.steady import row_result
 from stages.s07_cuda_graph.step import Step, StepOutputs
 from stages.s07_cuda_graph.step_inputs import StepSize
 from stages.s08_speculative.acceptance import matching
+from stages.s08_speculative.guess_slots import GuessSlots
 from stages.s08_speculative.verify import by_ratio, prefixes
 
 Rule = Literal["match", "ratio"]
@@ -36,6 +37,7 @@ class SpeculativeRunner(GraphRunner):
         self, step: Step, host_store: KVStore, graphs: Graphs | None, max_num_tokens: int, most: int, rule: Rule
     ) -> None:
         super().__init__(step, host_store, graphs, max_num_tokens, queries=1 + most)
+        self.slots = GuessSlots(self.state, step.shape.block_size)
         self.most, self.rule = most, rule
         self.probs: dict[Request, Tensor] = {}
 

@@ -1,15 +1,18 @@
-"""By hand, as in the lesson: which guesses are planned, and what of them counts. No model, and no whole step."""
+"""By hand, as in the lesson: which guesses are planned, what of them counts, what the device is told. No whole step."""
 
 import pytest
+import torch
 
 from stages.s01_forward.generation import Generation
 from stages.s01_forward.sampling_params import SamplingParams
 from stages.s03_paged_kv.paged_cache import PagedCache
-from stages.s04_continuous_batching.plan import PlannedRow
+from stages.s04_continuous_batching.plan import Plan, PlannedRow
 from stages.s04_continuous_batching.request import Request
 from stages.s04_continuous_batching.scheduler import Step
 from stages.s04_continuous_batching.span import Span
 from stages.s04_continuous_batching.swap import SwapSpace
+from stages.s07_cuda_graph.device_state import DeviceState
+from stages.s08_speculative.guess_slots import GuessSlots
 from stages.s08_speculative.speculative_scheduler import SpeculativeScheduler
 
 GUESSES = (7, 8, 9, 6)
@@ -132,3 +135,67 @@ class TestWritten:
         row = self.verified(scheduler, ())
         assert scheduler.written(row, 1) == 13
         assert (row.request.sequence.num_kv, scheduler.outcomes) == (13, [])
+
+
+class TestGuessSlots:
+    """Blocks of 4, three slots of four blocks; a request has computed its prompt of 3 and makes two guesses."""
+
+    def setup_method(self):
+        self.state = DeviceState(3, 4, 32, torch.device("cpu"))
+        self.slots = GuessSlots(self.state, 4)
+        self.request = Request(1, Generation([5, 6, 7], SamplingParams(), seed=1, token_limit=9))
+        self.request.state, self.request.sequence.block_table = "running", [3]
+        self.follow(0, 3)
+        self.request.sequence.token_ids.append(8)
+        self.request.sequence.block_table.append(4)
+        self.slot = self.follow(3, 6, drafts=(21, 22))
+        self.state.length[self.slot], self.state.last_token[self.slot] = 6, 23  # the device has counted both
+
+    def follow(self, start, end, drafts=()) -> int:
+        """The slot; what is sent arrives at once. A step's own work on the device is not done."""
+        row = PlannedRow(self.request, Span(self.request.sequence, start, end), samples=True, drafts=drafts)
+        (slot,) = self.slots.follow(Plan((row,)))
+        where, what = self.state.take_edits()
+        self.sent = len(where)
+        self.state.flat[torch.from_numpy(where).long()] = torch.from_numpy(what)
+        return slot
+
+    def told(self) -> tuple[int, int, list[int]]:
+        """Length, newest token and block table, as the device knows them."""
+        newest, table = self.state.last_token[self.slot], self.state.block_tables[self.slot, :2]
+        return int(self.state.length[self.slot]), int(newest), table.tolist()
+
+    def test_all_fell(self):
+        """The second block was given back for another."""
+        self.request.sequence.token_ids.append(9)
+        self.request.sequence.block_table[1] = 6
+        assert self.follow(4, 5) == self.slot
+        assert self.told() == (4, 9, [3, 6])
+
+    def test_one_stood_and_others_are_made(self):
+        self.request.sequence.token_ids += [21, 9]
+        self.follow(5, 7, drafts=(11,))
+        assert self.told()[::2] == (5, [3, 4])
+        self.state.length[self.slot] = 7
+        self.request.sequence.token_ids.append(12)
+        self.follow(6, 7)
+        assert self.told() == (6, 12, [3, 4])
+
+    def test_afterwards_it_is_as_without(self):
+        """Nothing is sent that the device knows."""
+        self.request.sequence.token_ids.append(9)
+        self.follow(4, 5)
+        self.request.sequence.token_ids.append(-1)
+        self.follow(5, 6)
+        assert self.sent == 0
+
+    def test_who_comes_back_is_told_anew(self):
+        """Preempted after its guesses: its next row begins with the prompt."""
+        self.request.num_preemptions, self.request.sequence.block_table = 1, [7, 8]
+        self.follow(0, 4)
+        assert self.told()[::2] == (0, [7, 8])
+
+    def test_nothing_is_kept_of_who_has_ended(self):
+        self.request.state = "finished"
+        self.slots.follow(Plan(()))
+        assert not self.slots.guessed and not self.slots.seats
