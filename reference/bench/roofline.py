@@ -10,15 +10,10 @@ roofline model (Williams, Waterman and Patterson, "Roofline: an insightful visua
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
-
-from reference.bench.harness import measure
 
 
 @dataclass(frozen=True)
@@ -140,33 +135,3 @@ def generate_floor(
         lens = [p + step for p, n in zip(prompt_lens, output_lens, strict=True) if n > step]
         seconds += decode_floor(shape, machine, lens, width)
     return seconds
-
-
-def recompute_floor(shape: Shape, machine: Machine, prompt_len: int, output_len: int, width: int = 2) -> float:
-    """Seconds of one sequence without a KV cache: each token runs the whole sequence and one row of the head."""
-    head = max(shape.head * width / machine.bandwidth, 2 * shape.head / machine.flops)
-    lens = range(prompt_len, prompt_len + output_len)
-    return sum(prefill_floor(shape, machine, [length], width) + head for length in lens)
-
-
-def measure_machine(dtype: torch.dtype = torch.float32, device: str = "cpu", repeats: int = 5) -> Machine:
-    """The two figures of this machine: the best of a copy, a sum and a matrix-vector product; the best square matmul.
-
-    Reading speed does not depend on the dtype of the numbers, so it is taken in fp32, over 256 MiB (beyond any cache).
-    """
-    matrix, vector = torch.ones(16_384, 4096, device=device), torch.ones(4096, device=device)
-    target, read = torch.empty_like(matrix), matrix.numel() * matrix.itemsize
-    bandwidth = max(
-        read / _best_seconds(lambda: matrix @ vector, repeats),
-        read / _best_seconds(lambda: matrix.sum(), repeats),
-        2 * read / _best_seconds(lambda: target.copy_(matrix), repeats),
-    )
-    flops = 0.0
-    for size in (512, 1024, 2048) if device == "cpu" else (4096, 8192):
-        a = torch.randn(size, size, device=device).to(dtype)
-        flops = max(flops, 2 * size**3 / _best_seconds(partial(torch.matmul, a, a), repeats))
-    return Machine(bandwidth, flops)
-
-
-def _best_seconds(fn: Callable[[], object], repeats: int) -> float:
-    return measure(fn, warmup=1, repeats=repeats).min
