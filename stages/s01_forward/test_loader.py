@@ -2,6 +2,8 @@
 
 import json
 import struct
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from reference import hf
 from reference.checkpoints import TINY, tiny_names
+from stages import STAGES_DIR
 from stages.s01_forward import loader
 from stages.s01_forward.checkpoint import CheckpointError, stored_tensors
 from stages.s01_forward.config import ModelConfig
@@ -396,3 +399,16 @@ def test_a_folder_without_a_tokenizer_answers_ids(tiny, tmp_path):
     with pytest.raises(ValueError, match="no tokenizer"):
         llm.chat([{"role": "user", "content": "Hello"}])
     assert TINY["qwen2"].tied is False
+
+
+def test_a_start_imports_nothing_that_is_not_needed(tiny):
+    """Llama's config in transformers would bring what models are trained with, and some calls of torch bring sympy."""
+    check = (
+        "import sys, torch; bare = set(sys.modules);"
+        "from stages.s01_forward.llm import LLM; LLM(sys.argv[1]);"
+        "heavy = {'accelerate', 'sympy', 'torch.distributed.tensor'};"
+        "print(sorted(heavy & (set(sys.modules) - bare)))"
+    )
+    command = [sys.executable, "-c", check, str(tiny("llama"))]
+    done = subprocess.run(command, cwd=STAGES_DIR.parent, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,5 +1,6 @@
 """Text to ids and back, held against Hugging Face, for the two ways in which tokenizers write bytes."""
 
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from stages.s01_forward.text_stream import TextStream
-from stages.s01_forward.tokenizer import Tokenizer, unicode_to_byte
+from stages.s01_forward.tokenizer import Tokenizer, plain_config, unicode_to_byte
 
 KNOWN = 500  # ids of the tiny tokenizer; the models have 512
 
@@ -130,8 +131,6 @@ def test_chat_ids_are_those_of_the_template(byte_level):
 
 
 def test_old_folders_keep_the_template_in_their_config(tiny, tmp_path):
-    import json
-
     for name in ("tokenizer.json", "config.json"):
         (tmp_path / name).write_bytes((tiny("qwen2") / name).read_bytes())
     keys = json.loads((tiny("qwen2") / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -200,6 +199,35 @@ def test_threads_may_share_it(byte_level):
         thread.join()
     assert len(results) == 80
     assert all(ids == results[0] for ids in results)
+
+
+NAMED = ("Qwen2Tokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast", "NotThere", None)
+
+
+@pytest.mark.parametrize("named", NAMED)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+def test_the_class_is_the_one_that_hugging_face_takes(name, named, tiny, tmp_path):
+    """Whatever the folder says of it, with what little of the model's config we hand on."""
+    for path in tiny(name).glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    keys = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8")) | {"tokenizer_class": named}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(keys), encoding="utf-8")
+    mine, theirs = Tokenizer(tmp_path)._hf, AutoTokenizer.from_pretrained(tmp_path)
+    assert type(mine) is type(theirs)
+    assert mine.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert (plain_config(tmp_path) is None) == (named is None)
+
+
+def test_code_from_a_folder_is_not_run_and_nobody_is_asked(tiny, tmp_path, monkeypatch):
+    for path in tiny("llama").glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    keys = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(keys), encoding="utf-8")
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "y")
+    with pytest.raises(ValueError, match="the tokenizer in .* cannot be read: .*custom code"):
+        Tokenizer(tmp_path)
+    assert asked == []
 
 
 def test_a_folder_without_tokenizer_json(tmp_path, tiny):

@@ -7,9 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
+from stages.s01_forward.config_json import read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Message = dict[str, Any]  # {"role": "user", "content": "..."}
 
@@ -23,7 +26,9 @@ class Tokenizer:
         if not (Path(folder) / "tokenizer.json").exists():
             raise ValueError(f"{folder} has no tokenizer.json; only tokenizers in that format are supported")
         try:
-            self._hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            self._hf = AutoTokenizer.from_pretrained(
+                str(folder), config=plain_config(Path(folder)), local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # of any kind, and few of them name a file
             raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
         self._bytes: dict[int, bytes] = {}  # of each token that was met
@@ -34,6 +39,8 @@ class Tokenizer:
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation. The template writes its special tokens itself: none are added again."""
+        from jinja2 import TemplateError  # the library imports it for a template only, and so do we
+
         if not self.has_chat_template:
             raise ValueError("this model's tokenizer has no chat template; pass plain text or token ids")
         if strange := [turn for turn in messages if not isinstance(turn, Mapping)]:
@@ -98,6 +105,23 @@ class Tokenizer:
     def _byte_level(self) -> bool:
         """GPT-2's way of writing bytes (Qwen, Llama 3, SmolLM), as against SentencePiece's."""
         return "ByteLevel" in json.dumps(json.loads(self._hf.backend_tokenizer.to_str()).get("decoder"))
+
+
+def plain_config(folder: Path) -> PreTrainedConfig | None:
+    """What transformers asks of `config.json` to choose a tokenizer's class; None: the folder does not say enough.
+
+    Left to itself, it makes a config of the model's own class, and Llama's brings 700 modules along: 0.7 s.
+    """
+    from transformers import PreTrainedConfig
+
+    model, tokenizer = folder / "config.json", folder / "tokenizer_config.json"
+    if not model.exists() or not tokenizer.exists():
+        return None
+    named = read_json(tokenizer)
+    if not named.get("tokenizer_class") or "auto_map" in named:
+        return None
+    keys = {key: value for key, value in read_json(model).items() if key in ("model_type", "model_name")}
+    return PreTrainedConfig.from_dict({**keys, "name_or_path": str(folder)})
 
 
 def tokenizer_of(folder: Path) -> Tokenizer | None:
