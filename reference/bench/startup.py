@@ -7,37 +7,15 @@ compiled kernels, then with a full one. The weights have just been written, so r
 import argparse
 import os
 import tempfile
-import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from reference.bench.first_token import PHASES, start
 from reference.bench.fresh import in_fresh_process, timed_start, write_checkpoint
 from reference.bench.gpu_shapes import SHAPES
 from reference.bench.harness import RESULTS, Measurement, Result, Timing
 from reference.bench.report import markdown_table
-
-PHASES = ("interpreter and imports", "weights, cache, kernels, graphs", "first token")
-
-
-def start(began: float, folder: Path, device: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of each phase in a process that was asked for at `began`, and what it captured."""
-    from stages.s01_forward.sampling_params import SamplingParams
-    from stages.s07_cuda_graph.llm import LLM
-
-    times = [began, time.time()]
-    llm: Any = LLM(folder, device=device, dtype="bfloat16", capture="start", **options)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    times.append(time.time())
-    outputs = llm.generate([list(range(1, 129))], SamplingParams(max_tokens=1, ignore_eos=True))
-    times.append(time.time())
-    if len(outputs[0].token_ids) != 1:
-        raise RuntimeError(f"{len(outputs[0].token_ids)} tokens came, 1 was asked for")
-    graphs = llm.engine.runner.graphs
-    phases = {name: after - before for name, before, after in zip(PHASES, times, times[1:], strict=False)}
-    return {"phases": phases, "graphs": len(graphs.captured) if graphs else 0}
 
 
 def measure_startup(options: argparse.Namespace) -> Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -152,49 +153,55 @@ def serve(
     ] = 0.0,
 ) -> None:
     """Serve a model over HTTP, with the API of OpenAI."""
-    with plain_errors():
-        take_mine(mine)
-        from stages.s09_server.config import ServeConfig
-        from stages.s09_server.engine_process import EngineSettings
-        from stages.s09_server.serve import run_server
-        from stages.s09_server.service import ApiSettings
+    with ExitStack() as early:
+        with plain_errors():
+            take_mine(mine)
+            from stages.s09_server.link import ENGINE, TEXT, early_child
 
-        options = {
-            "device": device,
-            "dtype": dtype.value,
-            "swap_mb": swap_space * 1024,
-            "prefix_cache": prefix_cache.value if enable_prefix_caching else "off",
-            "graphs": not enforce_eager,
-            "capture": capture.value,
-            **given(
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_chunk=max_chunk,
-                kv_cache_mb=kv_cache_mb,
-                memory_share=gpu_memory_utilization,
-                block_size=block_size,
-                compiled=compiled or None,
-            ),
-            **guessing(speculative, num_draft_tokens, acceptance),
-        }
-        settings = ServeConfig(
-            engine=EngineSettings(model, options, dry_run, dry_run_step_ms),
-            api=ApiSettings(
-                served_model_names=tuple(served_model_name or [model]),
-                api_key=api_key,
-                max_waiting=max_waiting,
-                request_timeout=request_timeout,
-                max_body_mb=max_body_mb,
-                allowed_origins=tuple(allowed_origins or ()),
-                root_path=root_path,
-            ),
-            host=host,
-            port=port,
-            access_log=access_log,
-            on_engine_death=on_engine_death.value,
-            drain_seconds=drain_seconds,
-            in_process=in_process,
-            text_process=text_process,
-        )
-    raise typer.Exit(run_server(settings))
+            if not in_process:  # it imports for seconds, and so do the next lines
+                early.enter_context(early_child(TEXT if text_process else ENGINE))
+            from stages.s09_server.config import ServeConfig
+            from stages.s09_server.engine_process import EngineSettings
+            from stages.s09_server.serve import run_server
+            from stages.s09_server.service import ApiSettings
+
+            options = {
+                "device": device,
+                "dtype": dtype.value,
+                "swap_mb": swap_space * 1024,
+                "prefix_cache": prefix_cache.value if enable_prefix_caching else "off",
+                "graphs": not enforce_eager,
+                "capture": capture.value,
+                **given(
+                    max_model_len=max_model_len,
+                    max_num_seqs=max_num_seqs,
+                    max_num_batched_tokens=max_num_batched_tokens,
+                    max_chunk=max_chunk,
+                    kv_cache_mb=kv_cache_mb,
+                    memory_share=gpu_memory_utilization,
+                    block_size=block_size,
+                    compiled=compiled or None,
+                ),
+                **guessing(speculative, num_draft_tokens, acceptance),
+            }
+            settings = ServeConfig(
+                engine=EngineSettings(model, options, dry_run, dry_run_step_ms),
+                api=ApiSettings(
+                    served_model_names=tuple(served_model_name or [model]),
+                    api_key=api_key,
+                    max_waiting=max_waiting,
+                    request_timeout=request_timeout,
+                    max_body_mb=max_body_mb,
+                    allowed_origins=tuple(allowed_origins or ()),
+                    root_path=root_path,
+                ),
+                host=host,
+                port=port,
+                access_log=access_log,
+                on_engine_death=on_engine_death.value,
+                drain_seconds=drain_seconds,
+                in_process=in_process,
+                text_process=text_process,
+            )
+        code = run_server(settings)
+    raise typer.Exit(code)

@@ -8,10 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from stages.s09_server.engine_process import EngineSettings
-from stages.s09_server.link import ChildLink
+from stages.s09_server.link import ENGINE, TEXT, ChildLink
 from stages.s09_server.thread_link import ThreadLink
-
-ENGINE, TEXT = "stages.s09_server.engine_process", "stages.s09_server.text_process"
 
 
 class LoopLink:

@@ -16,7 +16,7 @@ import zmq
 
 from stages.s01_forward.sampling_params import SamplingParams
 from stages.s09_server.engine_process import EngineSettings
-from stages.s09_server.link import ROOT, ChildLink, pack_settings
+from stages.s09_server.link import EARLY, ROOT, ChildLink, early_child, launch, pack_settings
 from stages.s09_server.messages import Add, AskStatus, Dead, Ready, Status, Step, decode_from_engine, encode
 from stages.s09_server.rigged_engine import GARBAGE, LENGTH
 
@@ -208,6 +208,29 @@ def test_a_child_that_is_still_importing_is_not_waited_for(tmp_path, monkeypatch
     child.close()
     assert 0.1 < time.monotonic() - began < 30.0
     assert child.process.returncode
+
+
+def test_a_child_may_be_started_before_it_is_called(phone):
+    with early_child(MODULE):
+        early = EARLY[MODULE]
+        it = phone()
+    assert it.link.process is early
+    assert isinstance(it.wait_for(1)[0], Ready), "it lives on after the block"
+    assert phone().link.process is not early
+
+
+def test_who_is_not_called_is_ended():
+    with pytest.raises(ValueError, match="there is no such model"), early_child(MODULE):
+        early = EARLY[MODULE]
+        raise ValueError("there is no such model")
+    assert early.returncode
+    assert EARLY == {}
+
+
+def test_who_is_not_called_and_has_no_parent_any_more_says_nothing(capfd):
+    child = launch(MODULE)
+    child.communicate(timeout=PATIENCE)
+    assert (child.returncode, *capfd.readouterr()) == (0, "", "")
 
 
 def test_nothing_is_left_open(phone):
