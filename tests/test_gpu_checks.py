@@ -107,12 +107,8 @@ def test_a_block_that_is_never_sent_is_noticed(monkeypatch):
 
 def test_a_neighbour_in_the_noise_is_noticed(monkeypatch):
     """Randomness by place in the batch in place of the request's seed."""
-    noise = sample_torch.noise
-
-    def by_place(slots, positions, columns, size):
-        return noise(torch.arange(len(slots)), positions, columns, size)
-
-    monkeypatch.setattr(sample_torch, "noise", by_place)
+    seeds = sample_torch.seeds
+    monkeypatch.setattr(sample_torch, "seeds", lambda slots, columns: seeds(torch.arange(len(slots)), columns))
     assert not all(check.passed for check in fast_engine.check_neighbours("cpu"))
 
 

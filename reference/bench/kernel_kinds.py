@@ -7,7 +7,7 @@ from typing import NamedTuple
 PRODUCTS, ATTENTION, SAMPLING, SMALL, OTHER = "products", "attention", "sampling", "small", "other"
 KINDS: dict[str, tuple[str, ...]] = {  # by words in their names; the first kind that has one
     ATTENTION: ("attention", "merge", "chunk", "flash", "fmha"),
-    SAMPLING: ("race", "finish", "filter", "sample", "argmax", "sort", "scan", "softmax", "keep"),
+    SAMPLING: ("filter", "weigh", "race", "finish", "sample", "argmax", "sort", "scan", "softmax", "keep"),
     SMALL: ("norm", "rope", "silu", "store"),  # what lies between products and attention
     PRODUCTS: ("one_row", "few_rows", "gemm", "gemv", "nvjet", "cutlass", "splitK", "cublas"),
 }

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from stages.s01_forward.constraint import Constraint
-from stages.s01_forward.noise import exponential_noise
 from stages.s01_forward.outputs import NOT_FINITE, SampledToken, TokenLogprob
+from stages.s01_forward.race import race
 from stages.s01_forward.sampling_params import GREEDY_BELOW, SamplingParams
 
 
@@ -125,16 +125,12 @@ class SamplingBatch:
 
 
 def choose(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """fp32 logits [N, V] -> token ids [N]: the largest logit, or a draw from the filtered distribution.
-
-    The draw is an exponential race: argmax of p_i / e_i with e_i ~ Exp(1) picks token i with probability p_i.
-    """
+    """fp32 logits [N, V] -> token ids [N]: the largest logit, or a draw from the filtered distribution."""
     greedy = logits.argmax(-1)  # [N]
     random = batch.temperature > 0
     if not bool(random.any()):
         return greedy
-    race = filtered(logits, batch) - exponential_noise(batch.seed, batch.position, logits.shape[-1]).log()
-    return torch.where(random, race.argmax(-1), greedy)
+    return torch.where(random, race(filtered(logits, batch), batch.seed, batch.position), greedy)
 
 
 def filtered(logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -250,6 +250,19 @@ def test_broken_rows_fail_alone(temperature):
     assert tokens[4].logprob.logprob == 0.0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_broken_rows_of_several_groups(temperature):
+    """What breaks one group of tokens breaks its row, and groups whose tokens are all banned break nothing."""
+    logits = random_logits(8, 5, 700)
+    logits[1, 699], logits[2, 300], logits[3] = NAN, INF, -INF
+    logits[4, :690] = -INF
+    rows = [row(temperature=temperature, seed=i) for i in range(5)]
+    tokens = sample(logits, rows)
+    assert [token.error is not None for token in tokens] == [False, True, True, True, False]
+    assert tokens[0].token_id == chosen(logits[:1], rows[:1])[0]
+    assert tokens[4].token_id >= 690
+
+
 def test_a_row_with_every_token_banned_fails():
     """Rather than give a token that was forbidden."""
     everything = row(min_tokens=2, repetition_penalty=1.1)
@@ -313,7 +326,7 @@ class TestConstraint:
 
 
 def noise(seeds: Tensor, positions: Tensor, size: int) -> Tensor:
-    return exponential_noise(*torch.broadcast_tensors(seeds, positions), size)
+    return exponential_noise(*torch.broadcast_tensors(seeds, positions), torch.arange(size))
 
 
 def test_draws_follow_the_softmax():
@@ -390,7 +403,7 @@ def test_each_step_draws_anew():
 def test_the_draw_does_not_depend_on_the_machine():
     """Pinned values: a change of the noise changes every seeded answer that users have seen."""
     seeds, positions = torch.tensor([0, 1, -1, 2**63 - 1]), torch.tensor([0, 7, 7, 2**40])
-    uniform = 1 - (-exponential_noise(seeds, positions, 3).double()).exp()
+    uniform = 1 - (-exponential_noise(seeds, positions, torch.arange(3)).double()).exp()
     expected = torch.tensor(PINNED, dtype=torch.float64)
     torch.testing.assert_close(uniform, expected, atol=1e-6, rtol=0)
 

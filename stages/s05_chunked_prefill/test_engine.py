@@ -164,7 +164,7 @@ def test_draws_do_not_depend_on_the_chunks(chunk, tiny, monkeypatch):
     for output, alone in zip(outputs, expected, strict=True):
         assert output.token_ids == alone.token_ids
         for entry, same in zip(output.outputs[0].logprobs, alone.outputs[0].logprobs, strict=True):
-            assert entry.logprob == pytest.approx(same.logprob, abs=1e-5)
+            assert entry.logprob == pytest.approx(same.logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 5, 9, 10, 11])

@@ -13,7 +13,7 @@ class Sizes:
     A row's token would depend on them in its last digits, so they are the same for every batch.
     """
 
-    chunk: int = 2048  # tokens of one program of the race
+    chunk: int = 4096  # tokens that one program weighs, a multiple of stage 01's GROUP
     tile: int = 4096  # tokens that a program of the filter reads at once, GROUP or more
     candidates: int = 2048  # large logits that the filter gathers, at most
 
@@ -32,17 +32,32 @@ def load_penalties(slot, repetition_ptr, presence_ptr, frequency_ptr, history_pt
 
 
 @triton.jit
-def load_logits(row_ptr, at, exists, penalties):
-    """fp32 logits after penalties. -inf where there is no token; NaN is read as inf: either spoils the row."""
+def penalise(logits, at, exists, penalties):
+    """Logits as they were loaded -> fp32 logits after penalties; NaN stays NaN."""
     repetition, presence, frequency, penalised, history_ptr = penalties
-    logits = tl.load(row_ptr + at, mask=exists, other=float("-inf")).to(tl.float32)
+    logits = logits.to(tl.float32)
     if penalised:
         history = tl.load(history_ptr + at, mask=exists, other=0)
         times = (history >> 1).to(tl.float32)  # in the output
         repeated = tl.where(logits > 0, tl.div_rn(logits, repetition), logits * repetition)
         logits = tl.where(history > 0, repeated, logits)
         logits = tl.where(times > 0, logits - (presence + frequency * times), logits)
+    return logits
+
+
+@triton.jit
+def load_logits(row_ptr, at, exists, penalties):
+    """fp32 logits after penalties. -inf where there is no token; NaN is read as inf: either spoils the row."""
+    logits = penalise(tl.load(row_ptr + at, mask=exists, other=float("-inf")), at, exists, penalties)
     return tl.where(logits != logits, float("inf"), logits)
+
+
+@triton.jit
+def cut(logits, token, floor, limit):
+    """-inf below the floor, and at the floor from the limit on."""
+    if floor > float("-inf"):
+        logits = tl.where((logits > floor) | ((logits == floor) & (token < limit)), logits, float("-inf"))
+    return logits
 
 
 @triton.jit
@@ -73,13 +88,21 @@ def log2(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def log_noise(token, key, other, ASM: tl.constexpr):
-    """log(e), fp32, for stage 01's draw e from Exp(1) of each token; exact to about 1e-6.
+def exp2(x, ASM: tl.constexpr):
+    """2**x by one instruction, off by 2**-22 relatively; what is below the normal numbers becomes 0."""
+    if ASM:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return tl.exp2(x)
+
+
+@triton.jit
+def log_noise(number, key, other, ASM: tl.constexpr):
+    """log(e), fp32, for stage 01's draw e from Exp(1) of each number; exact to about 1e-6.
 
     The bits are stage 01's. u may differ in its last place where halves are rounded.
     """
     LN2: tl.constexpr = 0.6931471805599453
-    bits = mix(mix(token.to(tl.uint32) ^ key) ^ other)
+    bits = mix(mix(number.to(tl.uint32) ^ key) ^ other)
     u = tl.minimum(bits.to(tl.float32) * 2.0**-32 + 2.0**-33, 1 - 2.0**-24)
     # e = -log(1 - u). A small u wins the race, and 1 - u would lose its digits: there the series u + u^2/2 + u^3/3 ...
     series = 1 / 6 + u * (1 / 7)

@@ -1,8 +1,8 @@
-"""Sampling for a whole batch in Triton: filter, race, finish; the logits of a row without filters are read once.
+"""Sampling for a whole batch in Triton: filter, weigh, race; the logits of a row without filters are read once.
 
-The race is that of stage 01: the token with the largest scaled logit - log(e) wins, e drawn from Exp(1) by a hash of
-(seed, position, token id), which picks each token with its probability. It is run by chunks of the vocabulary, and the
-chunks' winners meet in the end. Chunks have one size, so a row's token does not depend on the batch it is in.
+Stage 01's two races: a group of tokens wins by its weight, then a token of it. `weigh` reads all logits and notes two
+numbers for each group, `race` draws noise for these and for the tokens of one group. How the vocabulary is divided
+among programs is the same for every batch, so a row's token does not depend on the batch it is in.
 """
 
 import torch
@@ -10,75 +10,116 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from stages.s01_forward.race import GROUP, GROUP_NUMBERS
 from stages.s03_paged_kv.store_kv import launch_options
 from stages.s03_paged_kv.tile_sizes import next_power_of_2
 from stages.s07_cuda_graph.filter_kernel import filter_rows
-from stages.s07_cuda_graph.row_kernel import SIZES, Sizes, load_logits, load_penalties, log_noise, noise_keys
+from stages.s07_cuda_graph.row_kernel import (
+    SIZES,
+    Sizes,
+    cut,
+    exp2,
+    load_penalties,
+    log2,
+    log_noise,
+    noise_keys,
+    penalise,
+)
 from stages.s07_cuda_graph.sampling_columns import MOST_SEEN, SamplingColumns, check_rows
+
+PARTS = 4  # of a group, read one after the other: then 8 threads hold a group, and sum it in 3 exchanges instead of 5
+
+
+@triton.jit
+def _weigh_kernel(
+    largest_ptr, weight_ptr, floor_ptr, limit_ptr, logits_ptr, slot_ptr, temperature_ptr, repetition_ptr, presence_ptr,
+    frequency_ptr, history_ptr, V, stride_row, stride_history, num_groups, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    PARTS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: GROUPS groups of one row. Of each its largest logit, and its weight relative to that.
+
+    The weight is 0 if no token stays, and NaN if one is NaN or inf.
+    """
+    row = tl.program_id(1).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    SIZE: tl.constexpr = GROUP // PARTS
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    first = group[:, None] * GROUP + tl.arange(0, SIZE)[None, :]  # [GROUPS, SIZE], tokens of the first part
+    row_ptr = logits_ptr + row * stride_row
+    read = ()
+    for n in tl.static_range(PARTS):  # all are under way before anything waits for one
+        token = first + n * SIZE
+        read += (tl.load(row_ptr + token, mask=token < V, other=float("-inf")),)  # type: ignore[assignment]
+    slot = tl.load(slot_ptr + row)
+    temperature = tl.load(temperature_ptr + slot)
+    floor, limit = tl.load(floor_ptr + row), tl.load(limit_ptr + row)
+    penalties = load_penalties(slot, repetition_ptr, presence_ptr, frequency_ptr, history_ptr, stride_history)
+    logits = ()
+    largest = tl.full([GROUPS, SIZE], float("-inf"), tl.float32)
+    for n in tl.static_range(PARTS):
+        token = first + n * SIZE
+        x = cut(penalise(read[n], token, token < V, penalties), token, floor, limit)
+        logits += (x,)  # type: ignore[assignment]
+        largest = tl.maximum(largest, x)
+    largest = tl.max(largest, 1)  # [GROUPS]
+    # Subtracting the largest logit first keeps every weight finite, and the largest at 1.
+    base = tl.where(largest == float("-inf"), 0.0, largest)[:, None]
+    rate = 1.4426950408889634 / tl.where(temperature > 0, temperature, 1.0)  # log2(e) / T
+    weight = tl.zeros([GROUPS, SIZE], tl.float32)
+    for n in tl.static_range(PARTS):
+        weight += exp2((logits[n] - base) * rate, ASM)
+    out = row * num_groups + group
+    tl.store(largest_ptr + out, largest, mask=group < num_groups)
+    tl.store(weight_ptr + out, tl.sum(weight, 1), mask=group < num_groups)
 
 
 @triton.jit
 def _race_kernel(
-    largest_ptr, score_ptr, winner_ptr, floor_ptr, limit_ptr, logits_ptr, slot_ptr, position_ptr, temperature_ptr,
+    token_ptr, largest_ptr, weight_ptr, floor_ptr, limit_ptr, logits_ptr, slot_ptr, position_ptr, temperature_ptr,
     repetition_ptr, presence_ptr, frequency_ptr, seed_low_ptr, seed_high_ptr, history_ptr, V, stride_row,
-    stride_history, num_chunks, CHUNK: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    stride_history, num_groups, GROUP: tl.constexpr, GROUPS_PAD: tl.constexpr, GROUP_NUMBERS: tl.constexpr,
+    MOST_SEEN: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: one chunk of one row. Its largest logit, and its winner's score relative to that."""
-    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    slot = tl.load(slot_ptr + row)
-    temperature = tl.load(temperature_ptr + slot)
-    penalties = load_penalties(slot, repetition_ptr, presence_ptr, frequency_ptr, history_ptr, stride_history)
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
-    logits = load_logits(logits_ptr + row * stride_row, token, token < V, penalties)
-    largest = tl.max(logits, 0)
-    # Subtracting the largest logit first keeps the noise audible at every temperature.
-    score = logits - tl.where(largest == float("-inf"), 0.0, largest)
-    if temperature > 0:
-        floor, limit = tl.load(floor_ptr + row), tl.load(limit_ptr + row)
-        seeds = tl.load(seed_low_ptr + slot), tl.load(seed_high_ptr + slot)
-        key, other = noise_keys(seeds[0], seeds[1], tl.load(position_ptr + row))
-        score = score * (1.0 / temperature) - log_noise(token, key, other, ASM)
-        if floor > float("-inf"):
-            score = tl.where((logits > floor) | ((logits == floor) & (token < limit)), score, float("-inf"))
-    best, winner = tl.max(score, 0, return_indices=True)  # the first of equals
-    out = row * num_chunks + chunk
-    tl.store(largest_ptr + out, largest)
-    tl.store(score_ptr + out, best)
-    tl.store(winner_ptr + out, chunk * CHUNK + winner)
-
-
-@triton.jit
-def _finish_kernel(
-    token_ptr, largest_ptr, score_ptr, winner_ptr, slot_ptr, temperature_ptr, repetition_ptr, presence_ptr,
-    frequency_ptr, history_ptr, stride_history, num_chunks, CHUNKS_PAD: tl.constexpr, MOST_SEEN: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: the chunks of one row. Scores are brought to one reference, the row's largest logit."""
+    """One program: one row. First a group, then a token of it; the first of equals."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     slot = tl.load(slot_ptr + row)
     temperature = tl.load(temperature_ptr + slot)
-    repetition, presence, frequency, penalised, history_ptr = load_penalties(
-        slot, repetition_ptr, presence_ptr, frequency_ptr, history_ptr, stride_history
-    )
-    chunk = tl.arange(0, CHUNKS_PAD)
-    exists = chunk < num_chunks
-    largest = tl.load(largest_ptr + row * num_chunks + chunk, mask=exists, other=float("-inf"))
-    score = tl.load(score_ptr + row * num_chunks + chunk, mask=exists, other=float("-inf"))
-    top = tl.max(largest, 0)
+    floor, limit = tl.load(floor_ptr + row), tl.load(limit_ptr + row)
+    penalties = load_penalties(slot, repetition_ptr, presence_ptr, frequency_ptr, history_ptr, stride_history)
+    seeds = tl.load(seed_low_ptr + slot), tl.load(seed_high_ptr + slot)
+    key, other = noise_keys(seeds[0], seeds[1], tl.load(position_ptr + row))
     rate = 1.0 / tl.where(temperature > 0, temperature, 1.0)
-    best = tl.argmax(score + (largest - top) * rate, 0)  # the first of equals
-    token = tl.load(winner_ptr + row * num_chunks + tl.minimum(best, num_chunks - 1))  # beyond only if all is broken
-    token = tl.where((top == float("inf")) | (top == float("-inf")), -1, token)
-    tl.store(token_ptr + row, token)
-    if penalised & (slot > 0) & (token >= 0):
-        seen = tl.load(history_ptr + token)
-        tl.store(history_ptr + token, tl.where(seen <= MOST_SEEN - 2, seen + 2, seen).to(tl.int16))
+
+    group = tl.arange(0, GROUPS_PAD)
+    at = row * num_groups + group
+    largest = tl.load(largest_ptr + at, mask=group < num_groups, other=float("-inf"))
+    weight = tl.load(weight_ptr + at, mask=group < num_groups, other=0.0)
+    top = tl.max(largest, 0)
+    score = (largest - top) * rate
+    if temperature > 0:
+        number = group.to(tl.uint32) + GROUP_NUMBERS
+        score += 0.6931471805599453 * log2(weight, ASM) - log_noise(number, key, other, ASM)
+    best = tl.minimum(tl.argmax(score, 0), num_groups - 1)  # beyond only if all is broken
+
+    token = best * GROUP + tl.arange(0, GROUP)
+    logits = tl.load(logits_ptr + row * stride_row + token, mask=token < V, other=float("-inf"))
+    score = (cut(penalise(logits, token, token < V, penalties), token, floor, limit) - top) * rate
+    if temperature > 0:
+        score -= log_noise(token, key, other, ASM)
+    winner = best * GROUP + tl.argmax(score, 0)
+
+    broken = (tl.max((weight != weight).to(tl.int32), 0) > 0) | (top == float("-inf"))
+    winner = tl.where(broken, -1, winner)
+    tl.store(token_ptr + row, winner)
+    _, _, _, penalised, history_ptr = penalties
+    if penalised & (slot > 0) & (winner >= 0):
+        seen = tl.load(history_ptr + winner)
+        tl.store(history_ptr + winner, tl.where(seen <= MOST_SEEN - 2, seen + 2, seen).to(tl.int16))
 
 
 def sample_rows(
@@ -92,17 +133,17 @@ def sample_rows(
         return tokens
     options = launch_options(logits.device)
     floors, limits = filter_rows(logits, slots, columns, sizes)
-    chunks, asm = triton.cdiv(V, sizes.chunk), logits.is_cuda and torch.version.hip is None
-    largest, scores = torch.empty((2, N, chunks), dtype=torch.float32, device=logits.device)
-    winners = torch.empty((N, chunks), dtype=torch.int32, device=logits.device)
-    _race_kernel[(chunks, N)](
-        largest, scores, winners, floors, limits, logits, slots, positions, columns.temperature, columns.repetition,
-        columns.presence, columns.frequency, columns.seed_low, columns.seed_high, columns.history, V, logits.stride(0),
-        columns.history.stride(0), chunks, CHUNK=sizes.chunk, ASM=asm, num_warps=4, **options,
+    groups, asm = triton.cdiv(V, GROUP), logits.is_cuda and torch.version.hip is None
+    largest, weights = torch.empty((2, N, groups), dtype=torch.float32, device=logits.device)
+    _weigh_kernel[(triton.cdiv(V, sizes.chunk), N)](
+        largest, weights, floors, limits, logits, slots, columns.temperature, columns.repetition, columns.presence,
+        columns.frequency, columns.history, V, logits.stride(0), columns.history.stride(0), groups, GROUP=GROUP,
+        GROUPS=sizes.chunk // GROUP, PARTS=PARTS, ASM=asm, num_warps=4, **options,
     )  # fmt: skip
-    _finish_kernel[(N,)](
-        tokens, largest, scores, winners, slots, columns.temperature, columns.repetition, columns.presence,
-        columns.frequency, columns.history, columns.history.stride(0), chunks, CHUNKS_PAD=next_power_of_2(chunks),
-        MOST_SEEN=MOST_SEEN, num_warps=1, **options,
+    _race_kernel[(N,)](
+        tokens, largest, weights, floors, limits, logits, slots, positions, columns.temperature, columns.repetition,
+        columns.presence, columns.frequency, columns.seed_low, columns.seed_high, columns.history, V, logits.stride(0),
+        columns.history.stride(0), groups, GROUP=GROUP, GROUPS_PAD=next_power_of_2(groups),
+        GROUP_NUMBERS=GROUP_NUMBERS, MOST_SEEN=MOST_SEEN, ASM=asm, num_warps=4, **options,
     )  # fmt: skip
     return tokens

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stages.s01_forward.noise import MASK, exponential_noise
+from stages.s01_forward.noise import MASK
+from stages.s01_forward.race import race
 from stages.s01_forward.sampler import keep_min_p
 from stages.s07_cuda_graph.sampling_columns import MOST_SEEN, SamplingColumns, check_rows
 
@@ -37,8 +38,8 @@ def sample_rows(logits: Tensor, slots: Tensor, positions: Tensor, columns: Sampl
     if needed(random.any()):
         # Subtracting the largest logit first keeps the quotient finite for every temperature.
         scaled = (logits - largest) / torch.where(random, temperature, 1.0)[:, None]
-        race = keep(scaled, slots, columns) - noise(slots, positions, columns, logits.shape[1]).log()
-        token_ids = torch.where(random, race.argmax(-1), token_ids)
+        drawn = race(keep(scaled, slots, columns), seeds(slots, columns), positions.long())
+        token_ids = torch.where(random, drawn, token_ids)
     token_ids = torch.where(torch.isfinite(largest[:, 0]), token_ids, -1)
     if needed(penalised.any()):
         count(token_ids, slots, penalised, columns.history)
@@ -82,10 +83,9 @@ def keep(scaled: Tensor, slots: Tensor, columns: SamplingColumns) -> Tensor:
     return keep_min_p(scaled, min_p) if needed((min_p > 0).any()) else scaled
 
 
-def noise(slots: Tensor, positions: Tensor, columns: SamplingColumns, size: int) -> Tensor:
-    """Stage 01's draws from Exp(1), fp32 [N, size]."""
-    seed = (columns.seed_high[slots].long() << 32) | (columns.seed_low[slots].long() & MASK)
-    return exponential_noise(seed, positions.long(), size)
+def seeds(slots: Tensor, columns: SamplingColumns) -> Tensor:
+    """The 64-bit seed of each row, int64 [N]."""
+    return (columns.seed_high[slots].long() << 32) | (columns.seed_low[slots].long() & MASK)
 
 
 def count(token_ids: Tensor, slots: Tensor, penalised: Tensor, history: Tensor) -> None:

@@ -67,15 +67,18 @@ def random_row(rng: Random, vocab_size: int) -> Row:
 
 
 def random_logits(rng: Random, vocab_size: int) -> Tensor:
-    """fp32 [V]: spread, with ties, flat, with banned tokens, of extreme size; one in ten spoils its row."""
+    """fp32 [V]: spread, with ties, flat, with banned tokens, with few that are not, extreme; some spoil their row."""
     normal = torch.randn(vocab_size, generator=torch.Generator().manual_seed(rng.randrange(2**31)))
-    kind = rng.choice(["spread", "spread", "spread", "ties", "ties", "flat", "banned", "huge", "tiny", "broken"])
+    kind = rng.choice(["spread", "spread", "spread", "ties", "ties", "flat", "banned", "few", "huge", "tiny", "broken"])
     if kind == "ties":
         return (2 * normal).round() / 2
     if kind == "flat":
         return torch.full_like(normal, rng.choice([0.0, -7.5, 30.0]))
     if kind == "banned":
         return normal.where(normal > 0.3, rng.choice([-torch.inf, -3e38])).index_fill(0, torch.tensor(0), 1.0)
+    if kind == "few":  # so that groups of tokens have one, or none
+        few = torch.tensor([0, *rng.choices(range(vocab_size), k=1 + vocab_size // 400)])
+        return torch.full_like(normal, -torch.inf).index_copy(0, few, normal[few])
     if kind == "huge":
         return normal * 1e38
     if kind == "tiny":

@@ -90,13 +90,14 @@ def test_torch_version_never_looks_from_the_host(monkeypatch):
 
 
 def mixture(vocab_size: int, count: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    return partial(run_sample, tile=512), make_case(count, vocab_size, 1, dtype)
+    return partial(run_sample, tile=512, chunk=512), make_case(count, vocab_size, 1, dtype)
 
 
 @needs_triton
 @beforehand(mixture)
 @pytest.mark.parametrize(
-    ("vocab_size", "count", "dtype"), [(7, 9, torch.float16), (130, 12, torch.bfloat16), (1000, 9, torch.float32)]
+    ("vocab_size", "count", "dtype"),
+    [(7, 9, torch.float16), (130, 12, torch.bfloat16), (257, 12, torch.float32), (1000, 24, torch.bfloat16)],
 )
 def test_kernels_equal_torch(answer, vocab_size, count, dtype):
     token_ids, history = answer
@@ -141,7 +142,7 @@ def test_the_filter_keeps_what_a_stable_sort_keeps(answer, candidates):
 
 def test_a_row_knows_nothing_of_its_neighbours(sampler):
     """Alone, in another place, with broken neighbours and among padding: the same token, and slot 0 stays as it is."""
-    case = make_case(8, 130, 3)
+    case = make_case(8, 600, 3)
     before = case.logits.clone()
     token_ids, _ = sampler(case)
     torch.testing.assert_close(case.logits, before, rtol=0, atol=0, equal_nan=True)
@@ -151,7 +152,7 @@ def test_a_row_knows_nothing_of_its_neighbours(sampler):
     pad = torch.zeros(3, dtype=torch.int32)
     padded = dataclasses.replace(
         case,
-        logits=torch.cat([torch.full((1, 130), NAN), case.logits[chosen], torch.randn(2, 130)]),
+        logits=torch.cat([torch.full((1, 600), NAN), case.logits[chosen], torch.randn(2, 600)]),
         slots=torch.cat([pad[:1], case.slots[chosen], pad[1:]]),
         positions=torch.cat([pad[:1], case.positions[chosen], pad[1:]]),
     )
@@ -223,11 +224,12 @@ WISHES = {
 }
 
 
+@pytest.mark.parametrize(("vocab_size", "count"), [(40, 50_000), (600, 10_000)])
 @pytest.mark.parametrize("params", WISHES.values(), ids=WISHES.keys())
-def test_draws_follow_the_distribution(params):
-    """50,000 draws, one position each, against the definition in float64."""
-    logits = spread(40)
-    token_ids, _ = run_torch(draws_case(logits, 50_000, params))
+def test_draws_follow_the_distribution(params, vocab_size, count):
+    """One position each, against the definition in float64; from one group of tokens, and from three."""
+    logits = spread(vocab_size)
+    token_ids, _ = run_torch(draws_case(logits, count, params))
     assert abs(chi_square(token_ids, probabilities(logits, params))) < 4
 
 
@@ -237,18 +239,22 @@ def test_chi_square_sees_a_wrong_distribution():
     assert chi_square(token_ids, probabilities(logits, SamplingParams(temperature=1.0))) > 10
 
 
+def scattered() -> Tensor:
+    """14 tokens in three groups of a vocabulary of 600."""
+    return torch.full((600,), -INF).index_copy(0, 43 * torch.arange(14), spread(14))
+
+
 def draws() -> Case:
-    """From two chunks."""
-    return draws_case(spread(14), 40, SamplingParams(temperature=1.0))
+    return draws_case(scattered(), 40, SamplingParams(temperature=1.0))
 
 
 @needs_triton
-@beforehand(lambda: (partial(run_sample, chunk=8, tile=128), draws()))
+@beforehand(lambda: (partial(run_sample, tile=128), draws()))
 def test_draws_of_the_kernels(answer):
     """As many as the interpreter has time for: the same tokens as torch's."""
-    token_ids, logits = answer[0], spread(14)
+    token_ids = answer[0]
     assert token_ids.tolist() == run_torch(draws())[0].tolist()
-    assert abs(chi_square(token_ids, probabilities(logits, SamplingParams(temperature=1.0)))) < 4
+    assert abs(chi_square(token_ids, probabilities(scattered(), SamplingParams(temperature=1.0)))) < 4
 
 
 def test_ties_win_equally_often_at_the_lowest_temperature():
@@ -260,14 +266,15 @@ def test_ties_win_equally_often_at_the_lowest_temperature():
 
 
 def ties() -> Case:
-    """Of the first and the last token."""
-    return draws_case(torch.tensor([30.0, 29.0, 28.0, 30.0]), 30, SamplingParams(temperature=1e-5))
+    """Of the first and the last token, which are in two groups."""
+    logits = torch.zeros(300).index_fill(0, torch.tensor([0, 299]), 30.0).index_fill(0, torch.tensor([1, 298]), 29.0)
+    return draws_case(logits, 30, SamplingParams(temperature=1e-5))
 
 
 @needs_triton
-@beforehand(lambda: (partial(run_sample, chunk=2, tile=128), ties()))
-def test_ties_across_chunks(answer):
-    """Whichever chunk has the luckiest of them wins: the chunks' scores are compared with their digits kept."""
+@beforehand(lambda: (partial(run_sample, tile=128), ties()))
+def test_ties_across_groups(answer):
+    """Whichever group is luckier wins: their scores are compared with their digits kept."""
     token_ids = answer[0]
     assert token_ids.tolist() == run_torch(ties())[0].tolist()
-    assert set(token_ids.tolist()) == {0, 3}
+    assert set(token_ids.tolist()) == {0, 299}

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from stages.s01_forward.race import race
 from stages.s01_forward.sampler import SamplingBatch, choose
 from stages.s01_forward.sampling_params import SamplingParams
 from stages.s08_speculative.acceptance import draw, matching, ratio_rule
@@ -154,3 +155,22 @@ def test_match_rule_is_plain_sampling(params, draft):
         assert len(reached) == pytest.approx(DRAWS * p[draft] ** place, rel=0.1)
         if len(reached) > 5000:
             assert_drawn_from(reached, p)
+
+
+def agreement(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """How often each thing wins both races [n], run with the same noise for weights p and q [n]."""
+    return torch.stack([1 / torch.maximum(p / p[i], q / q[i]).sum() for i in range(len(p))])
+
+
+@pytest.mark.parametrize("tokens", [[0, 1, 2, 3, 4], [0, 255, 256, 400, 599]], ids=["one group", "three groups"])
+def test_common_noise_agrees_as_often_as_it_should(tokens):
+    """Model and draft model draw with the same noise: both races must agree, first of groups, then of tokens."""
+    at, p, q = torch.tensor(tokens), torch.tensor(P).double(), torch.tensor(softmax(FAR, temperature=2.0)).double()
+    logits = torch.full((2, 600), -math.inf).index_copy(1, at, torch.stack([p, q]).log().float())
+    seeds = torch.arange(20_000)
+    mine, guessed = (race(each.expand(20_000, -1), seeds, seeds) for each in logits)
+    of_groups = [(p[at // 256 == g], q[at // 256 == g]) for g in (at // 256).unique()]
+    groups = agreement(*(torch.stack([each[n].sum() for each in of_groups]) for n in (0, 1)))
+    expected = sum(share * agreement(*each).sum() for share, each in zip(groups, of_groups, strict=True)).item()
+    assert (mine == guessed).double().mean().item() == pytest.approx(expected, abs=0.012)
+    assert expected < torch.minimum(p, q).sum()

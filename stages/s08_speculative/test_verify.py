@@ -286,7 +286,7 @@ def test_ratio_rule_of_greedy_and_looked_up_guesses_is_plain_decoding(tiny):
 
 def test_ratio_answers_have_their_scores(tiny):
     """Each token's log-probability is what the model says after those before it."""
-    params = SamplingParams(max_tokens=10, temperature=1.0, seed=4, logprobs=2, ignore_eos=True)
+    params = SamplingParams(max_tokens=10, temperature=1.0, seed=5, logprobs=2, ignore_eos=True)
     llm = engine(tiny("qwen2"), speculative="layers:2", acceptance="ratio")
     (output,) = llm.generate([[5, 6, 7]], params)
     score = SamplingParams(max_tokens=0, prompt_logprobs=2)

@@ -71,7 +71,8 @@ def by_ratio(logits: Tensor, generation: Generation, drafts: Sequence[int], prob
     broken = (~torch.isfinite(p).all(-1)).tolist()
     sound = broken.index(True) if True in broken else len(rows)  # a guess after which all breaks may yet fall
     batch = SamplingBatch.of(rows, logits.device)
-    noise = exponential_noise(batch.seed, batch.position, p.shape[-1] + 1)  # [k + 1, V + 1]; the last is for the ratio
+    numbers = torch.arange(p.shape[-1] + 1, device=p.device)  # of the tokens, and one for the ratio
+    noise = exponential_noise(batch.seed, batch.position, numbers)  # [k + 1, V + 1]
     uniform = (1 - torch.exp(-noise[:, -1])).tolist()
     tokens = ratio_rule(p, probs, drafts[:sound], uniform, noise[:, :-1])
     return tuple(
