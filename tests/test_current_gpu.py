@@ -110,7 +110,7 @@ def test_events_and_graphs(current, tiny):
     runner.graphs = FakeGraphs(runner.step, 4, llm.max_num_batched_tokens, llm.max_model_len)
     for name in ("capture", "replay"):
         setattr(runner.graphs, name, current.watched(getattr(runner.graphs, name)))
-    for ring in (runner.mailbox.ring, runner.out):
+    for ring in (runner.mailbox, runner.out):
         ring.events = [Event(current) for _ in ring.events]
     llm.generate([[5, 6, 7], [8]], SamplingParams(max_tokens=6, ignore_eos=True))
     assert runner.graphs.replays == 6 and current.launches >= 6 + 2 + 6

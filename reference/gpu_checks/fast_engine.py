@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from reference.bench.gpu_runs import forget, replaced
@@ -25,6 +26,7 @@ from stages.s07_cuda_graph import few_rows
 from stages.s07_cuda_graph.graphs import decode_size
 from stages.s07_cuda_graph.llm import LLM
 from stages.s07_cuda_graph.skinny_linear import MOST_ROWS
+from stages.s07_cuda_graph.step_inputs import StepInputs
 
 Ids = list[list[int]]
 VARIANTS: dict[str, dict[str, Any]] = {  # parts of the stage switched off
@@ -265,14 +267,14 @@ def check_no_sync(device: str) -> list[Check]:
 
 
 def check_delays(device: str) -> list[Check]:
-    """The GPU held up before every copy, by more than a step: the host, far ahead, must not overwrite what it reads."""
+    """The GPU held up by more than a step, before it reads what is sent, or writes what comes back: late, not wrong."""
     with tiny("qwen2") as folder:
         asked, params = prompts(14, 50), ragged(14)
         wanted = expected(folder, asked, params)
         llm = engine(folder, device, max_num_seqs=6)
         llm.generate(asked, params)  # captures
         runner, checks = llm.engine.runner, []
-        for name, ring in (("what is sent", runner.mailbox.ring), ("what comes back", runner.out)):
+        for name, ring in (("what is sent", runner.mailbox), ("what comes back", runner.out)):
             take = ring.next
 
             def late(take: Callable[[], Any] = take) -> Any:
@@ -281,8 +283,43 @@ def check_delays(device: str) -> list[Check]:
                 return taken
 
             with replaced(ring, next=late):
-                checks.append(same(f"delayed copies of {name}", ids(llm, asked, params), wanted))
+                checks.append(same(f"a GPU that is late with {name}", ids(llm, asked, params), wanted))
     return checks
+
+
+def check_far_ahead(device: str) -> list[Check]:
+    """Sends without a wait for any step, and tokens, each kernel held up: nothing is filled again before it was read,
+    and nothing read before it was written. The engine waits for each step's tokens, so it would hardly ever show.
+    """
+    from stages.s07_cuda_graph import state_kernels
+
+    def late(kernel: Callable[..., None]) -> Callable[..., None]:
+        def wait(*arguments: Any) -> None:
+            torch.cuda._sleep(10_000_000)  # cycles: some 5 ms
+            kernel(*arguments)
+
+        return wait
+
+    with tiny("qwen2") as folder:
+        runner = engine(folder, device).engine.runner
+    step, state, size = runner.step, runner.state, decode_size(8, queries=1)
+    inputs = [StepInputs(size, state.blocks_per_slot, state.flat.device) for _ in range(30)]
+    slow, came = replace(step, step_ops=replace(step.step_ops, unpack=late(step.step_ops.unpack))), []
+    with torch.inference_mode(), replaced(runner, step=slow):
+        for n, each in enumerate(inputs):
+            state.edits[n] = 1000 + n
+            runner.send(each, np.full(each.packed.numel(), n, np.int32))
+    with torch.inference_mode(), replaced(state_kernels, write_out=late(state_kernels.write_out)):
+        for n in range(len(inputs)):
+            tokens, arrived = runner.bring(torch.full((runner.out.buffers[0].numel(),), n, device=device).int())
+            arrived.synchronize()
+            came.append(set(tokens.tolist()))
+    edits = state.flat[: len(inputs)].tolist()
+    return [
+        Check("edits sent far ahead", edits == [1000 + n for n in range(len(inputs))], note=str(edits)),
+        Check("inputs sent far ahead", all(bool((each.packed == n).all()) for n, each in enumerate(inputs))),
+        Check("tokens are there when their event is", came == [{n} for n in range(len(inputs))], note=str(came)),
+    ]
 
 
 def check_lack_of_memory(device: str) -> list[Check]:
@@ -348,5 +385,7 @@ def parts(device: str) -> list[Part]:
     common += [(check_reference_logits, (device, family)) for family in FAMILIES]
     if device == "cuda":
         common += [(check_bits, (device, dtype)) for dtype in ("float32", "bfloat16")]
-        common += [(check, (device,)) for check in (check_no_sync, check_delays, check_lack_of_memory)]
+        common += [(check, (device,)) for check in (
+            check_no_sync, check_delays, check_far_ahead, check_lack_of_memory,
+        )]  # fmt: skip
     return common

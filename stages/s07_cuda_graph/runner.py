@@ -15,9 +15,9 @@ from stages.s04_continuous_batching.plan import Handle, Plan, RowResult, StepRes
 from stages.s04_continuous_batching.runner import row_result as full_result
 from stages.s07_cuda_graph.graphs import Graphs
 from stages.s07_cuda_graph.slots import Slots
-from stages.s07_cuda_graph.staging import Mailbox, Ring
+from stages.s07_cuda_graph.staging import Event, Ring
 from stages.s07_cuda_graph.steady import GroupPlan, group_result, row_result
-from stages.s07_cuda_graph.step import Step, StepOutputs
+from stages.s07_cuda_graph.step import Step, StepOutputs, unpack
 from stages.s07_cuda_graph.step_inputs import StepInputs, StepSize, pack
 
 NOTHING = np.empty(0, np.int32)
@@ -29,13 +29,12 @@ class LateHandle:
 
     plan: Plan
     tokens: Tensor  # [R] int32
-    arrived: torch.cuda.Event | None
+    arrived: Event
     known: dict[int, RowResult]  # rows whose result the host made
 
     def wait(self) -> StepResult:
         """The step's result; returns when it is there."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
+        self.arrived.synchronize()
         token_ids = self.tokens.tolist()
         if isinstance(self.plan, GroupPlan):
             return group_result(token_ids)
@@ -63,8 +62,9 @@ class GraphRunner:
         self.slots = Slots(self.state, step.shape.block_size)
         device, S = self.state.flat.device, self.state.num_slots
         # Every entry of the state as an edit, each token of a step and a tile for it, and a few numbers for each row.
-        self.mailbox = Mailbox(2 * self.state.flat.numel() + 3 * max_num_tokens + 2**16, device)
+        self.mailbox = Ring(2 * self.state.flat.numel() + 3 * max_num_tokens + 2**16, device)
         self.out = Ring(S * queries, device)
+        self.kernels = step.step_ops.unpack is not unpack  # Triton's use pinned memory where it lies
         self.sent: dict[StepSize, list[int]] = {}  # slots that lie in a decode graph's inputs
         self.tap: list[Tensor] | None = None
 
@@ -116,21 +116,28 @@ class GraphRunner:
             self.tap.append(outputs.logits[[i for i, row in enumerate(plan.rows) if row.samples]].clone())
         return LateHandle(plan, tokens, arrived, self.on_host(plan, slots, outputs))
 
-    def bring(self, tokens: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Copy tokens to pinned memory, in order of the stream: the next step may write over where they were."""
-        there, arrived = self.out.next()
-        there = there[: len(tokens)].copy_(tokens, non_blocking=True)
-        if arrived is not None:
-            arrived.record()
+    def bring(self, tokens: Tensor) -> tuple[Tensor, Event]:
+        """Write tokens to pinned memory, in order of the stream: the next step may write over where they were."""
+        buffer, arrived = self.out.next()
+        there = buffer[: len(tokens)]
+        if self.kernels:
+            from stages.s07_cuda_graph.state_kernels import write_out
+
+            write_out(tokens, there)
+        else:
+            there.copy_(tokens, non_blocking=True)
+        arrived.record()  # once it has happened, the host sees what the kernels before it wrote
         return there, arrived
 
     def send(self, inputs: StepInputs, packed: np.ndarray | None) -> None:
-        """The step's inputs, if they are not there already, and the edits, if there are any: one copy."""
+        """The step's inputs, if they are not there already, and the edits, if there are any: in one piece."""
         where, what = self.state.take_edits()
         packed = NOTHING if packed is None else packed
         if len(packed) or len(where):
-            sent = self.mailbox.send([packed, where, what])
+            sent, read = self.mailbox.send([packed, where, what])
+            sent = sent if self.kernels else sent.to(self.state.flat.device, non_blocking=True)
             self.step.step_ops.unpack(sent, inputs, self.state, len(packed), len(where))
+            read.record()  # behind the kernel: until it runs, the buffer may not be filled again
 
     def on_host(self, plan: Plan, slots: list[int], outputs: StepOutputs) -> dict[int, RowResult]:
         """Results of the rows that the host must see. A token that it chose goes to the device as an edit."""

@@ -10,20 +10,25 @@ from stages.s07_cuda_graph.step_inputs import StepInputs
 
 @triton.jit(do_not_specialize=["num_inputs", "num_edits"])
 def _unpack_kernel(sent_ptr, packed_ptr, flat_ptr, num_inputs, num_edits, BLOCK: tl.constexpr):
-    """sent: the inputs, the edits' indices, the edits' values."""
+    """sent: the inputs, the edits' indices, the edits' values. All are asked for at once: they come from the host."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_input = place < num_inputs
-    tl.store(packed_ptr + place, tl.load(sent_ptr + place, mask=is_input), mask=is_input)
-    is_edit = place < num_edits
+    is_input, is_edit = place < num_inputs, place < num_edits
+    entry = tl.load(sent_ptr + place, mask=is_input)
     where = tl.load(sent_ptr + num_inputs + place, mask=is_edit)
     what = tl.load(sent_ptr + num_inputs + num_edits + place, mask=is_edit)
+    tl.store(packed_ptr + place, entry, mask=is_input)
     tl.store(flat_ptr + where, what, mask=is_edit)
 
 
 def unpack(sent: torch.Tensor, inputs: StepInputs, state: DeviceState, num_inputs: int, num_edits: int) -> None:
-    """Scatter int32 `sent`: `num_inputs` entries of `inputs.packed`, and `num_edits` edits of the state."""
+    """Scatter int32 `sent`, pinned: `num_inputs` entries of `inputs.packed`, and `num_edits` edits of the state."""
     grid = (triton.cdiv(max(num_inputs, num_edits), 256),)
-    _unpack_kernel[grid](sent, inputs.packed, state.flat, num_inputs, num_edits, BLOCK=256, num_warps=4)
+    _unpack_kernel[grid](sent, inputs.packed, state.flat, num_inputs, num_edits, BLOCK=256, num_warps=8)
+
+
+def write_out(tokens: torch.Tensor, there: torch.Tensor) -> None:
+    """The sampled tokens [N] to pinned memory [N], sooner than a copy, for which the GPU changes to another engine."""
+    _unpack_kernel[(triton.cdiv(len(tokens), 256),)](tokens, there, there, len(tokens), 0, BLOCK=256, num_warps=8)
 
 
 @triton.jit(do_not_specialize=["blocks_per_row"])

@@ -44,7 +44,7 @@ class StepSize:
 
 
 class StepInputs:
-    """Memory for one size of step. The host fills `packed` in one copy; `fill` derives all the rest on the device."""
+    """Memory for one size of step. The host sends `packed` in one piece; `fill` derives all the rest on the device."""
 
     def __init__(self, size: StepSize, blocks_per_row: int, device: torch.device) -> None:
         self.size, T, R = size, size.tokens, size.rows

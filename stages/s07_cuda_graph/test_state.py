@@ -1,5 +1,7 @@
 """What lies on the device of each request, and the inputs that a step makes of it."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ from stages.s07_cuda_graph.device_state import DUMMY_SLOT, DeviceState
 from stages.s07_cuda_graph.fuzz_state import CONFIG, CheckedStep, StateFuzz
 from stages.s07_cuda_graph.runner import GraphRunner
 from stages.s07_cuda_graph.slots import Slots, needs_host
-from stages.s07_cuda_graph.staging import DEPTH, Mailbox, Ring
+from stages.s07_cuda_graph.staging import DEPTH, Ring
 from stages.s07_cuda_graph.step import StepOps, keep_tokens, unpack
 from stages.s07_cuda_graph.step_inputs import ON_DEVICE, StepInputs, StepSize, fill, pack, tile_maps
 
@@ -395,11 +397,41 @@ class TestStaging:
         assert state.block_tables[1].tolist() == list(range(blocks))
 
     def test_parts_arrive_one_after_the_other(self):
-        mailbox = Mailbox(8, CPU)
-        mailbox.ring.events = [Event() for _ in range(DEPTH)]
+        ring = Ring(8, CPU)
         for _ in range(4):
             for parts in ([[1, 2], [3], [4, 5]], [[], [], []], [[-1], [2**31 - 1], [-(2**31)]]):
-                there = mailbox.send([np.array(part, np.int32) for part in parts])
-                flat = [value for part in parts for value in part]
-                assert there[: len(flat)].tolist() == flat
-                assert mailbox.ring.events[mailbox.ring.turn].pending, "recorded after the copy"
+                sent, event = ring.send([np.array(part, np.int32) for part in parts])
+                assert sent.tolist() == [value for part in parts for value in part]
+                assert event is ring.events[ring.turn]
+
+    def test_what_was_sent_is_read_before_the_buffer_is_filled_again(self):
+        """The host is far ahead of a GPU that works when somebody waits for it, in order, and no further."""
+        queue: list[Any] = []
+
+        class LateEvent:
+            behind = 0
+
+            def record(self):
+                self.behind = len(queue)
+
+            def synchronize(self):
+                while len(done) < self.behind:
+                    done.append(queue[len(done)]())
+
+        def late(*arguments):
+            queue.append(lambda: unpack(*arguments))
+
+        done: list[None] = []
+        state, store = make_state(), KVStore(CONFIG, 1, BLOCK, device="cpu", dtype=torch.float32)
+        step = CheckedStep(None, PagedOps(), StepOps(late), store, AttentionShape(1, 1, 2, BLOCK, 4), state)
+        runner = GraphRunner(step, store, None, 10)
+        runner.mailbox.events = [LateEvent() for _ in range(DEPTH)]
+        size = StepSize(3, 3, queries=1)
+        inputs = [StepInputs(size, state.blocks_per_slot, CPU) for _ in range(4 * DEPTH)]
+        for n, each in enumerate(inputs):
+            state.edits[n] = 100 + n
+            runner.send(each, np.full(each.packed.numel(), n, np.int32))
+            assert len(queue) - len(done) == min(n + 1, DEPTH), "it waits for a buffer, and for nothing else"
+        runner.mailbox.events[runner.mailbox.turn].synchronize()
+        assert state.flat[: len(inputs)].tolist() == [100 + n for n in range(len(inputs))]
+        assert all((each.packed == n).all() for n, each in enumerate(inputs))

@@ -4,11 +4,17 @@ import copy
 import importlib.util
 from concurrent.futures import ProcessPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
+from stages.s02_kv_cache.kv_store import KVStore
+from stages.s03_paged_kv.attention_plan import AttentionShape
+from stages.s03_paged_kv.ops import PagedOps
 from stages.s07_cuda_graph import step, step_inputs
 from stages.s07_cuda_graph.device_state import DUMMY_SLOT, DeviceState
+from stages.s07_cuda_graph.fuzz_state import CONFIG, CheckedStep
+from stages.s07_cuda_graph.runner import GraphRunner
 from stages.s07_cuda_graph.step_inputs import ON_DEVICE, StepInputs, StepSize
 
 if importlib.util.find_spec("triton") is None:
@@ -115,6 +121,26 @@ def test_unpack(pool, num_inputs, num_edits):
     assert (inputs[num_inputs:] == -9).all()
     where, what = sent[num_inputs : num_inputs + 2 * num_edits].split(num_edits) if num_edits else (sent[:0], sent[:0])
     assert torch.equal(state[where.long()], what)
+
+
+def rings_of_kernels(rounds: int) -> list[list[int]]:
+    """A runner whose step has kernels: the edits and inputs that it sent, and the tokens that came."""
+    shape, store = AttentionShape(1, 1, 2, 4, 4), KVStore(CONFIG, 1, 4, device="cpu", dtype=torch.float32)
+    state, size = DeviceState(300, 2, VOCAB, CPU), StepSize(5, 5, queries=1)
+    runner = GraphRunner(CheckedStep(None, PagedOps(), step.step_ops(True), store, shape, state), store, None, 10)
+    inputs, came = StepInputs(size, 2, CPU), []
+    for n in range(rounds):
+        state.edits[n] = -n
+        runner.send(inputs, np.full(inputs.packed.numel(), n, np.int32))
+        came += runner.bring(torch.arange(n, 300, dtype=torch.int32))[0].tolist()
+    return [state.flat[:rounds].tolist(), inputs.packed.tolist(), came]
+
+
+def test_kernels_use_the_rings_themselves(pool):
+    edits, packed, came = pool.submit(rings_of_kernels, 5).result()
+    assert edits == [0, -1, -2, -3, -4]
+    assert set(packed) == {4}
+    assert came == [token for n in range(5) for token in range(n, 300)]
 
 
 def compare_keep(slots: list[int]) -> list[list[int]]:

@@ -335,7 +335,7 @@ def test_calls_of_a_step_do_not_grow_with_the_rows(cache):
         def one_step(scheduler=scheduler, slots=slots, tokens=tokens) -> None:
             plan = scheduler.schedule()
             slots.follow_group(plan)
-            scheduler.update(plan, LateHandle(plan, tokens, None, {}).wait())
+            scheduler.update(plan, LateHandle(plan, tokens, torch.cpu.Event(), {}).wait())
 
         counts[rows] = [calls(one_step) for _ in range(4)]
     (usual, full, begin, _), (usual_of_more, full_of_more, begin_of_more, _) = counts[64], counts[256]

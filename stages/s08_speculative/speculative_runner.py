@@ -70,8 +70,7 @@ class SpeculativeRunner(GraphRunner):
         if not plan.has_drafts:
             return super().handle(plan, slots, outputs)
         tokens, arrived = self.bring(outputs.tokens[: plan.num_tokens])
-        if arrived is not None:
-            arrived.synchronize()
+        arrived.synchronize()
         sampled = tokens.tolist()
         results = []
         for (row, start, end), slot in zip(spans(plan), slots, strict=True):
