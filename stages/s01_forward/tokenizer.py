@@ -9,8 +9,6 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.s01_forward.config_json import read_json
-
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -113,6 +111,8 @@ def plain_config(folder: Path) -> PreTrainedConfig | None:
     Left to itself, it makes a config of the model's own class, and Llama's brings 700 modules along: 0.7 s.
     """
     from transformers import PreTrainedConfig
+
+    from stages.s01_forward.config_json import read_json  # torch comes with it, which schedulers do without
 
     model, tokenizer = folder / "config.json", folder / "tokenizer_config.json"
     if not model.exists() or not tokenizer.exists():

@@ -21,6 +21,7 @@ from stages.s03_paged_kv.attention_plan import AttentionShape
 from stages.s03_paged_kv.context import PagedContext
 from stages.s03_paged_kv.kernel_workloads import time_calls
 from stages.s07_cuda_graph import few_rows
+from stages.s07_cuda_graph.cublas import drop_workspace
 from stages.s07_cuda_graph.fused_ops import fused_ops
 
 ROWS = (1, 2, 4, 8, 16)
@@ -81,6 +82,7 @@ def main() -> None:
 
 def measure(result: Result, step_times: Callable[[Model, int], dict[str, float]], counts: Sequence[int]) -> None:
     """Steps of so many rows, of the shapes that the command line names, or of all; told, and saved."""
+    drop_workspace(CUDA)
     for name in sys.argv[1:] or [name for name in SHAPES if name != "tiny"]:
         model = make_model(name)
         for rows in counts:

@@ -23,6 +23,7 @@ from stages.s04_continuous_batching.scheduler import Scheduler
 from stages.s04_continuous_batching.swap import SwapSpace
 from stages.s06_prefix_cache.llm import LLM as PrefixLLM
 from stages.s07_cuda_graph.ahead_scheduler import AheadScheduler
+from stages.s07_cuda_graph.cublas import drop_workspace
 from stages.s07_cuda_graph.device_state import DeviceState
 from stages.s07_cuda_graph.fused_ops import fused_ops, has_kernels
 from stages.s07_cuda_graph.graphs import Graphs, graphs_bytes
@@ -67,7 +68,9 @@ class LLM(PrefixLLM):
         return self.fused and has_kernels(self.device)
 
     def make_ops(self) -> PagedOps:
-        """Triton's where there is a GPU for it."""
+        """Triton's where there is a GPU for it, and products without memsets."""
+        if self.kernels:
+            drop_workspace(self.device)
         return fused_ops(self.device, fused=self.fused)
 
     def reserved_bytes(self) -> int:
