@@ -74,7 +74,7 @@ class Sender:
     def __init__(self) -> None:
         self.state = DeviceState(MAX_NUM_SEQS, MAX_MODEL_LEN // BLOCK_SIZE, 1, CPU)
         self.slots = Slots(self.state, BLOCK_SIZE)
-        self.mailbox = Ring(2 * self.state.flat.numel() + BUDGET + 2**16, CPU)
+        self.mailbox = Ring(2 * self.state.flat.numel() + 3 * BUDGET + 2**16, CPU)
 
     def send(self, plan: Plan, watch: Stopwatch) -> None:
         """Edits of the state and the step's inputs, in one piece."""

@@ -291,7 +291,6 @@ def check_far_ahead(device: str) -> list[Check]:
     """Sends without a wait for any step, and tokens, each kernel held up: nothing is filled again before it was read,
     and nothing read before it was written. The engine waits for each step's tokens, so it would hardly ever show.
     """
-    from stages.s07_cuda_graph import state_kernels
 
     def late(kernel: Callable[..., None]) -> Callable[..., None]:
         def wait(*arguments: Any) -> None:
@@ -304,12 +303,12 @@ def check_far_ahead(device: str) -> list[Check]:
         runner = engine(folder, device).engine.runner
     step, state, size = runner.step, runner.state, decode_size(8, queries=1)
     inputs = [StepInputs(size, state.blocks_per_slot, state.flat.device) for _ in range(30)]
-    slow, came = replace(step, step_ops=replace(step.step_ops, unpack=late(step.step_ops.unpack))), []
+    ops, came = step.step_ops, []
+    slow = replace(step, step_ops=replace(ops, unpack=late(ops.unpack), write_out=late(ops.write_out)))
     with torch.inference_mode(), replaced(runner, step=slow):
         for n, each in enumerate(inputs):
             state.edits[n] = 1000 + n
             runner.send(each, np.full(each.packed.numel(), n, np.int32))
-    with torch.inference_mode(), replaced(state_kernels, write_out=late(state_kernels.write_out)):
         for n in range(len(inputs)):
             tokens, arrived = runner.bring(torch.full((runner.out.buffers[0].numel(),), n, device=device).int())
             arrived.synchronize()

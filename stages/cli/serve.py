@@ -156,7 +156,7 @@ def serve(
     with ExitStack() as early:
         with plain_errors():
             take_mine(mine)
-            from stages.s09_server.link import ENGINE, TEXT, early_child
+            from stages.s09_server.children import ENGINE, TEXT, early_child
 
             if not in_process:  # it imports for seconds, and so do the next lines
                 early.enter_context(early_child(TEXT if text_process else ENGINE))

@@ -1,6 +1,6 @@
 """Read later: from logits to tokens, for a batch of rows that know nothing of each other.
 
-The sampler has no state. Randomness is a function of (seed, position, token id), so a row draws the same
+The sampler has no state. Randomness is a function of (seed, position, token id or group), so a row draws the same
 token whatever its neighbours, however the batch was cut, and again after it was stopped and replayed.
 """
 

@@ -19,7 +19,7 @@ from stages.s07_cuda_graph.filter_passes_kernel import gather, measure, nth_equa
 from stages.s07_cuda_graph.row_kernel import SIZES, Sizes, load_penalties
 from stages.s07_cuda_graph.sampling_columns import SamplingColumns
 
-GROUP = 128  # logits of which the first pass notes the largest
+NEIGHBOURS = 128  # logits of which the first pass notes the largest
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def _cut(entries, bottom, top, rate, top_k, top_p, total, TILE: tl.constexpr):
 def _filter_kernel(
     floor_ptr, limit_ptr, groups_ptr, values_ptr, ids_ptr, logits_ptr, slot_ptr, temperature_ptr, top_k_ptr, top_p_ptr,
     min_p_ptr, repetition_ptr, presence_ptr, frequency_ptr, history_ptr, V, stride_row, stride_history, NUM_GROUPS,
-    TILE: tl.constexpr, GROUP: tl.constexpr, GROUPS_PAD: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, NEIGHBOURS: tl.constexpr, GROUPS_PAD: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one row."""
     row = tl.program_id(0).to(tl.int64)
@@ -67,7 +67,7 @@ def _filter_kernel(
     penalties = load_penalties(slot, repetition_ptr, presence_ptr, frequency_ptr, history_ptr, stride_history)
     entries = (logits_ptr + row * stride_row, V, penalties)
     groups_ptr += row * NUM_GROUPS
-    top, bottom = survey(entries, groups_ptr, TILE, GROUP)
+    top, bottom = survey(entries, groups_ptr, TILE, NEIGHBOURS)
     if (top == float("inf")) | (top == float("-inf")):  # no choice is possible, whatever stays
         return
     rate = 1.0 / temperature
@@ -111,7 +111,7 @@ def filter_rows(
     Rows without top-k, top-p and min-p, greedy and broken rows get (-inf, V).
     """
     N, V = logits.shape
-    groups = triton.cdiv(V, GROUP)
+    groups = triton.cdiv(V, NEIGHBOURS)
 
     def scratch(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
@@ -121,7 +121,7 @@ def filter_rows(
         floors, limits, scratch(torch.float32, N, groups), scratch(torch.float32, N, sizes.candidates),
         scratch(torch.int32, N, sizes.candidates), logits, slots, columns.temperature, columns.top_k, columns.top_p,
         columns.min_p, columns.repetition, columns.presence, columns.frequency, columns.history, V, logits.stride(0),
-        columns.history.stride(0), groups, TILE=sizes.tile, GROUP=GROUP, GROUPS_PAD=next_power_of_2(groups),
+        columns.history.stride(0), groups, TILE=sizes.tile, NEIGHBOURS=NEIGHBOURS, GROUPS_PAD=next_power_of_2(groups),
         CANDIDATES=sizes.candidates, num_warps=16, maxnreg=64, **launch_options(logits.device),
     )  # fmt: skip
     return floors, limits

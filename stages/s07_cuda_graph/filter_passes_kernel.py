@@ -12,18 +12,18 @@ STAGES = tl.constexpr(3)  # tiles under way at once: the next ones are fetched w
 
 
 @triton.jit
-def survey(entries, groups_ptr, TILE: tl.constexpr, GROUP: tl.constexpr):
+def survey(entries, groups_ptr, TILE: tl.constexpr, NEIGHBOURS: tl.constexpr):
     """First pass: the largest and the least finite logit, and the largest of each group of tokens."""
     row_ptr, length, penalties = entries
-    ROWS: tl.constexpr = TILE // GROUP
+    ROWS: tl.constexpr = TILE // NEIGHBOURS
     top = tl.full([ROWS], float("-inf"), tl.float32)
-    bottom = tl.full([ROWS, GROUP], float("inf"), tl.float32)
+    bottom = tl.full([ROWS, NEIGHBOURS], float("inf"), tl.float32)
     for start in tl.range(0, length, TILE, num_stages=STAGES):
-        at = start + tl.arange(0, ROWS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        x = load_logits(row_ptr, at, at < length, penalties)  # [ROWS, GROUP]
+        at = start + tl.arange(0, ROWS)[:, None] * NEIGHBOURS + tl.arange(0, NEIGHBOURS)[None, :]
+        x = load_logits(row_ptr, at, at < length, penalties)  # [ROWS, NEIGHBOURS]
         largest = tl.max(x, 1)
-        group = start // GROUP + tl.arange(0, ROWS)
-        tl.store(groups_ptr + group, largest, mask=group < tl.cdiv(length, GROUP))
+        group = start // NEIGHBOURS + tl.arange(0, ROWS)
+        tl.store(groups_ptr + group, largest, mask=group < tl.cdiv(length, NEIGHBOURS))
         top = tl.maximum(top, largest)
         bottom = tl.minimum(bottom, tl.where(x > float("-inf"), x, float("inf")))
     return tl.max(top, 0), tl.min(tl.min(bottom, 1), 0)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+LN2, LOG2_E = tl.constexpr(0.6931471805599453), tl.constexpr(1.4426950408889634)
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -14,7 +16,7 @@ class Sizes:
     """
 
     chunk: int = 4096  # tokens that one program weighs, a multiple of stage 01's GROUP
-    tile: int = 4096  # tokens that a program of the filter reads at once, GROUP or more
+    tile: int = 4096  # tokens that a program of the filter reads at once, the filter's NEIGHBOURS or more
     candidates: int = 2048  # large logits that the filter gathers, at most
 
 
@@ -101,7 +103,6 @@ def log_noise(number, key, other, ASM: tl.constexpr):
 
     The bits are stage 01's. u may differ in its last place where halves are rounded.
     """
-    LN2: tl.constexpr = 0.6931471805599453
     bits = mix(mix(number.to(tl.uint32) ^ key) ^ other)
     u = tl.minimum(bits.to(tl.float32) * 2.0**-32 + 2.0**-33, 1 - 2.0**-24)
     # e = -log(1 - u). A small u wins the race, and 1 - u would lose its digits: there the series u + u^2/2 + u^3/3 ...

@@ -17,7 +17,7 @@ from stages.s07_cuda_graph.graphs import Graphs
 from stages.s07_cuda_graph.slots import Slots
 from stages.s07_cuda_graph.staging import Event, Ring
 from stages.s07_cuda_graph.steady import GroupPlan, group_result, row_result
-from stages.s07_cuda_graph.step import Step, StepOutputs, unpack
+from stages.s07_cuda_graph.step import Step, StepOutputs
 from stages.s07_cuda_graph.step_inputs import StepInputs, StepSize, pack
 
 NOTHING = np.empty(0, np.int32)
@@ -64,7 +64,6 @@ class GraphRunner:
         # Every entry of the state as an edit, each token of a step and a tile for it, and a few numbers for each row.
         self.mailbox = Ring(2 * self.state.flat.numel() + 3 * max_num_tokens + 2**16, device)
         self.out = Ring(S * queries, device)
-        self.kernels = step.step_ops.unpack is not unpack  # Triton's use pinned memory where it lies
         self.sent: dict[StepSize, list[int]] = {}  # slots that lie in a decode graph's inputs
         self.tap: list[Tensor] | None = None
 
@@ -120,13 +119,8 @@ class GraphRunner:
         """Write tokens to pinned memory, in order of the stream: the next step may write over where they were."""
         buffer, arrived = self.out.next()
         there = buffer[: len(tokens)]
-        if self.kernels:
-            from stages.s07_cuda_graph.state_kernels import write_out
-
-            write_out(tokens, there)
-        else:
-            there.copy_(tokens, non_blocking=True)
-        arrived.record()  # once it has happened, the host sees what the kernels before it wrote
+        self.step.step_ops.write_out(tokens, there)
+        arrived.record()  # once it has happened, the host sees what was written before it
         return there, arrived
 
     def send(self, inputs: StepInputs, packed: np.ndarray | None) -> None:
@@ -135,9 +129,8 @@ class GraphRunner:
         packed = NOTHING if packed is None else packed
         if len(packed) or len(where):
             sent, read = self.mailbox.send([packed, where, what])
-            sent = sent if self.kernels else sent.to(self.state.flat.device, non_blocking=True)
             self.step.step_ops.unpack(sent, inputs, self.state, len(packed), len(where))
-            read.record()  # behind the kernel: until it runs, the buffer may not be filled again
+            read.record()  # behind whoever reads it: until then the buffer may not be filled again
 
     def on_host(self, plan: Plan, slots: list[int], outputs: StepOutputs) -> dict[int, RowResult]:
         """Results of the rows that the host must see. A token that it chose goes to the device as an edit."""

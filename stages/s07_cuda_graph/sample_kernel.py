@@ -15,6 +15,8 @@ from stages.s03_paged_kv.store_kv import launch_options
 from stages.s03_paged_kv.tile_sizes import next_power_of_2
 from stages.s07_cuda_graph.filter_kernel import filter_rows
 from stages.s07_cuda_graph.row_kernel import (
+    LN2,
+    LOG2_E,
     SIZES,
     Sizes,
     cut,
@@ -66,7 +68,7 @@ def _weigh_kernel(
     largest = tl.max(largest, 1)  # [GROUPS]
     # Subtracting the largest logit first keeps every weight finite, and the largest at 1.
     base = tl.where(largest == float("-inf"), 0.0, largest)[:, None]
-    rate = 1.4426950408889634 / tl.where(temperature > 0, temperature, 1.0)  # log2(e) / T
+    rate = LOG2_E / tl.where(temperature > 0, temperature, 1.0)
     weight = tl.zeros([GROUPS, SIZE], tl.float32)
     for n in tl.static_range(PARTS):
         weight += exp2((logits[n] - base) * rate, ASM)
@@ -103,7 +105,7 @@ def _race_kernel(
     score = (largest - top) * rate
     if temperature > 0:
         number = group.to(tl.uint32) + GROUP_NUMBERS
-        score += 0.6931471805599453 * log2(weight, ASM) - log_noise(number, key, other, ASM)
+        score += LN2 * log2(weight, ASM) - log_noise(number, key, other, ASM)
     best = tl.minimum(tl.argmax(score, 0), num_groups - 1)  # beyond only if all is broken
 
     token = best * GROUP + tl.arange(0, GROUP)
@@ -116,10 +118,10 @@ def _race_kernel(
     broken = (tl.max((weight != weight).to(tl.int32), 0) > 0) | (top == float("-inf"))
     winner = tl.where(broken, -1, winner)
     tl.store(token_ptr + row, winner)
-    _, _, _, penalised, history_ptr = penalties
+    _, _, _, penalised, seen_ptr = penalties
     if penalised & (slot > 0) & (winner >= 0):
-        seen = tl.load(history_ptr + winner)
-        tl.store(history_ptr + winner, tl.where(seen <= MOST_SEEN - 2, seen + 2, seen).to(tl.int16))
+        seen = tl.load(seen_ptr + winner)
+        tl.store(seen_ptr + winner, tl.where(seen <= MOST_SEEN - 2, seen + 2, seen).to(tl.int16))
 
 
 def sample_rows(

@@ -1,4 +1,4 @@
-"""Unpacking what the host sent, and filling a step's inputs, in Triton: one launch each."""
+"""What the host sends and what it gets, a step's inputs and its newest tokens, in Triton: one launch each."""
 
 import torch
 import triton
@@ -28,7 +28,8 @@ def unpack(sent: torch.Tensor, inputs: StepInputs, state: DeviceState, num_input
 
 def write_out(tokens: torch.Tensor, there: torch.Tensor) -> None:
     """The sampled tokens [N] to pinned memory [N], sooner than a copy, for which the GPU changes to another engine."""
-    _unpack_kernel[(triton.cdiv(len(tokens), 256),)](tokens, there, there, len(tokens), 0, BLOCK=256, num_warps=8)
+    grid = (triton.cdiv(len(tokens), 256),)
+    _unpack_kernel[grid](tokens, there, there, len(tokens), 0, BLOCK=256, num_warps=8)  # the third is for edits: none
 
 
 @triton.jit(do_not_specialize=["blocks_per_row"])

@@ -24,6 +24,7 @@ from stages.s07_cuda_graph.step_inputs import StepInputs
 
 def unpack(sent: Tensor, inputs: StepInputs, state: DeviceState, num_inputs: int, num_edits: int) -> None:
     """What the host sent goes to its places: `num_inputs` entries of `packed`, then the edits' indices and values."""
+    sent = sent.to(state.flat.device, non_blocking=True)
     packed, where, what = sent[: num_inputs + 2 * num_edits].split((num_inputs, num_edits, num_edits))
     inputs.packed[:num_inputs] = packed
     state.flat[where.long()] = what
@@ -34,6 +35,11 @@ def keep_tokens(tokens: Tensor, slots: Tensor, state: DeviceState) -> None:
     state.last_token[slots.long()] = tokens
 
 
+def write_out(tokens: Tensor, there: Tensor) -> None:
+    """The sampled tokens [N] go to the host's memory [N], behind the step and without a wait."""
+    there.copy_(tokens, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class StepOps:
     """What surrounds the model within a step; the defaults are the torch versions."""
@@ -42,6 +48,7 @@ class StepOps:
     fill: Callable[[StepInputs, DeviceState, int], None] = step_inputs.fill
     sample: Callable[..., Tensor] = sample_torch.sample_rows
     keep: Callable[[Tensor, Tensor, DeviceState], None] = keep_tokens
+    write_out: Callable[[Tensor, Tensor], None] = write_out
 
 
 def step_ops(kernels: bool) -> StepOps:
@@ -50,7 +57,10 @@ def step_ops(kernels: bool) -> StepOps:
         return StepOps()
     from stages.s07_cuda_graph import sample_kernel, state_kernels
 
-    return StepOps(state_kernels.unpack, state_kernels.fill, sample_kernel.sample_rows, state_kernels.keep_tokens)
+    return StepOps(
+        state_kernels.unpack, state_kernels.fill, sample_kernel.sample_rows, state_kernels.keep_tokens,
+        state_kernels.write_out,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import msgspec
 import zmq
 
-ENGINE, TEXT = "stages.s09_server.engine_process", "stages.s09_server.text_process"  # who may be a server's child
-ROOT = Path(__file__).resolve().parents[2]  # where `stages` can be imported from
+from stages.s09_server.children import start_child
+
 HANG_UP = b""
 DEAF_SECONDS = 1.0  # for a child that has not spoken: it may still be importing, and does not hear that it is to end
 QUIET_MS = 100  # nothing has come for as long, and the child has ended: that was its last word
@@ -135,48 +134,6 @@ def address_in(folder: str) -> str:
     path = f"{folder}/engine"
     fits = sys.platform != "win32" and len(os.fsencode(path)) < zmq.IPC_PATH_MAX_LEN
     return f"ipc://{path}" if fits else "tcp://127.0.0.1:*"
-
-
-EARLY: dict[str, subprocess.Popen[bytes]] = {}  # who has been started, and not been told anything yet; by module
-
-
-@contextlib.contextmanager
-def early_child(module: str) -> Iterator[None]:
-    """Start a child that the block will call: it imports for seconds, and so does its parent, now both at once.
-
-    Whoever has not been called when the block ends is not needed, and ended.
-    """
-    EARLY[module] = launch(module)
-    try:
-        yield
-    finally:
-        if uncalled := EARLY.pop(module, None):
-            uncalled.kill()
-            uncalled.communicate()
-
-
-def launch(module: str) -> subprocess.Popen[bytes]:
-    """A Python that runs a module of this repository, and waits for a line on its stdin.
-
-    What else a terminal says, Ctrl-C say, is meant for the parent alone.
-    """
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", module],  # -P: files of the current folder are no modules of ours
-        stdin=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])},
-        start_new_session=True,
-        creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # the same on Windows
-    )
-
-
-def start_child(module: str, call: bytes) -> subprocess.Popen[bytes]:
-    """A child that is told whom to call: the one that was started early, or a new one."""
-    process = EARLY.pop(module, None) or launch(module)
-    assert process.stdin is not None
-    with contextlib.suppress(OSError):  # it has ended already; whoever waits for it will see
-        process.stdin.write(call + b"\n")
-        process.stdin.flush()
-    return process
 
 
 class ParentLink:

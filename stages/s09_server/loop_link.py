@@ -7,8 +7,9 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from stages.s09_server.children import ENGINE, TEXT
 from stages.s09_server.engine_process import EngineSettings
-from stages.s09_server.link import ENGINE, TEXT, ChildLink
+from stages.s09_server.link import ChildLink
 from stages.s09_server.thread_link import ThreadLink
 
 

@@ -15,8 +15,9 @@ import pytest
 import zmq
 
 from stages.s01_forward.sampling_params import SamplingParams
+from stages.s09_server.children import EARLY, ROOT, early_child, launch
 from stages.s09_server.engine_process import EngineSettings
-from stages.s09_server.link import EARLY, ROOT, ChildLink, early_child, launch, pack_settings
+from stages.s09_server.link import ChildLink, pack_settings
 from stages.s09_server.messages import Add, AskStatus, Dead, Ready, Status, Step, decode_from_engine, encode
 from stages.s09_server.rigged_engine import GARBAGE, LENGTH
 

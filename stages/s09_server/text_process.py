@@ -13,6 +13,7 @@ import zmq
 
 from stages.s01_forward.tokenizer import Tokenizer, tokenizer_of
 from stages.s09_server.answers import Answers, generations_of
+from stages.s09_server.children import ENGINE
 from stages.s09_server.link import ChildLink, ParentLink
 from stages.s09_server.messages import (
     Abort,
@@ -76,7 +77,7 @@ def main() -> None:
     mailbox.bind(MAILBOX)
     pen.connect(MAILBOX)
     engine = ChildLink(
-        "stages.s09_server.engine_process",
+        ENGINE,
         parent.settings,  # as they are
         pen.send,
         lambda why: pen.send(encode(Dead(why, fault=True))),
