@@ -30,8 +30,8 @@ from stages.s04_continuous_batching.plan import Plan
 from stages.s04_continuous_batching.scheduler_cost import BLOCK_SIZE, CPU, SHAPE
 from stages.s07_cuda_graph.device_state import DeviceState
 from stages.s07_cuda_graph.padded_plan import mixed_size
+from stages.s07_cuda_graph.runner import mailbox
 from stages.s07_cuda_graph.slots import Slots
-from stages.s07_cuda_graph.staging import Ring
 from stages.s07_cuda_graph.step_inputs import pack
 from stages.s09_server.dry_run import DryLLM
 
@@ -74,7 +74,7 @@ class Sender:
     def __init__(self) -> None:
         self.state = DeviceState(MAX_NUM_SEQS, MAX_MODEL_LEN // BLOCK_SIZE, 1, CPU)
         self.slots = Slots(self.state, BLOCK_SIZE)
-        self.mailbox = Ring(2 * self.state.flat.numel() + 3 * BUDGET + 2**16, CPU)
+        self.mailbox = mailbox(self.state, BUDGET)
 
     def send(self, plan: Plan, watch: Stopwatch) -> None:
         """Edits of the state and the step's inputs, in one piece."""

@@ -13,6 +13,7 @@ from stages.s02_kv_cache.kv_store import KVStore
 from stages.s04_continuous_batching.engine import StepHandle
 from stages.s04_continuous_batching.plan import Handle, Plan, RowResult, StepResult
 from stages.s04_continuous_batching.runner import row_result as full_result
+from stages.s07_cuda_graph.device_state import DeviceState
 from stages.s07_cuda_graph.graphs import Graphs
 from stages.s07_cuda_graph.slots import Slots
 from stages.s07_cuda_graph.staging import Event, Ring
@@ -47,6 +48,14 @@ class LateHandle:
         return StepResult(tuple(rows))
 
 
+def mailbox(state: DeviceState, max_num_tokens: int) -> Ring:
+    """Room for all that a step of so many tokens may send.
+
+    Every entry of the state as an edit, each token and a tile for it, and a few numbers for each row.
+    """
+    return Ring(2 * state.flat.numel() + 3 * max_num_tokens + 2**16, state.flat.device)
+
+
 class GraphRunner:
     """Does what the plan says, as stage 04's `Runner`, over a state that lives on the device.
 
@@ -60,10 +69,8 @@ class GraphRunner:
         self.step, self.host_store, self.graphs = step, host_store, graphs
         self.state = step.state
         self.slots = Slots(self.state, step.shape.block_size)
-        device, S = self.state.flat.device, self.state.num_slots
-        # Every entry of the state as an edit, each token of a step and a tile for it, and a few numbers for each row.
-        self.mailbox = Ring(2 * self.state.flat.numel() + 3 * max_num_tokens + 2**16, device)
-        self.out = Ring(S * queries, device)
+        self.mailbox = mailbox(self.state, max_num_tokens)
+        self.out = Ring(self.state.num_slots * queries, self.state.flat.device)
         self.sent: dict[StepSize, list[int]] = {}  # slots that lie in a decode graph's inputs
         self.tap: list[Tensor] | None = None
 
