@@ -1,6 +1,7 @@
 """The GPU checks, as far as a CPU can run them: they pass, and they notice what is broken. The report's sections."""
 
 import argparse
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,7 +55,13 @@ Padded = padded(LLM)
 
 
 @pytest.mark.parametrize(
-    "function", [fast_engine.check_buckets, fast_engine.check_padding, fast_engine.check_preemption]
+    "function",
+    [
+        fast_engine.check_buckets,
+        fast_engine.check_padding,
+        fast_engine.check_preemption,
+        partial(fast_engine.check_common_prefix, family="qwen2"),
+    ],
 )
 def test_padded_steps_pass(function, monkeypatch):
     monkeypatch.setattr(fast_engine, "LLM", Padded)

@@ -22,7 +22,7 @@ from reference.checkpoints import FAMILIES, build_tiny
 from reference.gpu_checks.check import Check, within
 from stages.s01_forward.sampling_params import SamplingParams
 from stages.s06_prefix_cache.llm import LLM as Stage06
-from stages.s07_cuda_graph import few_rows
+from stages.s07_cuda_graph import common_prefix, few_rows
 from stages.s07_cuda_graph.graphs import decode_size
 from stages.s07_cuda_graph.llm import LLM
 from stages.s07_cuda_graph.skinny_linear import MOST_ROWS
@@ -372,6 +372,40 @@ def check_reference_logits(device: str, family: str) -> list[Check]:
         return [within(f"log-probabilities, {family}", worst, 1e-4, "log-probability, engine in fp32")]
 
 
+def check_common_prefix(device: str, family: str) -> list[Check]:
+    """24 answers behind one prompt: its keys read once for all rows, and by each row; ids and log-probabilities."""
+    rng, checks = Random(1), []
+    system = [rng.randrange(3, 500) for _ in range(170)]  # of the model's 256
+    with tiny(family) as folder, replaced(common_prefix, LEAST_KEYS=len(system) // 2):
+        asked = [system + own for own in prompts(24, 50)]
+        params = SamplingParams(max_tokens=10, ignore_eos=True)
+        cpu = Stage06(folder, device="cpu", dtype="float32", kv_cache_mb=16)
+        answers = [output.outputs[0] for output in cpu.generate(asked, replace(params, logprobs=0))]
+        wanted, scores = [answer.token_ids for answer in answers], [answer.logprobs or [] for answer in answers]
+        for common in (True, False):
+            llm = engine(folder, device, max_num_batched_tokens=2048)
+            llm.engine.runner.graphs.common = common
+            llm.generate([system], replace(params, max_tokens=1))
+            taps: list[torch.Tensor] = []
+            with replaced(llm.engine.runner, tap=taps):
+                found = ids(llm, asked, params)
+            logits = torch.stack(taps).float().log_softmax(-1)  # [steps, rows, V]: all rows begin and end together
+            worst = max(
+                abs(logits[step, row, token].item() - scores[row][step].logprob)
+                for row, answer in enumerate(found)
+                for step, token in enumerate(answer)
+            )
+            name = f"a common prefix, {family}, read {'once' if common else 'by each row'}"
+            checks += [
+                same(name, found, wanted),
+                within(f"{name}: log-probabilities", worst, 1e-4, "log-probability, engine in fp32"),
+            ]
+            graphs = llm.engine.runner.graphs  # a step with routed experts cannot be recorded, and has none
+            used = any(size.common for size in graphs.captured)
+            checks.append(Check(f"{name}: by a graph of its own", used == (common and not graphs.refused)))
+    return checks
+
+
 Part = tuple[Callable[..., list[Check]], Sequence[Any]]
 
 
@@ -384,6 +418,7 @@ def parts(device: str) -> list[Part]:
     common += [(check_reference_logits, (device, family)) for family in FAMILIES]
     if device == "cuda":
         common += [(check_bits, (device, dtype)) for dtype in ("float32", "bfloat16")]
+        common += [(check_common_prefix, (device, family)) for family in FAMILIES]
         common += [(check, (device,)) for check in (
             check_no_sync, check_delays, check_far_ahead, check_lack_of_memory,
         )]  # fmt: skip

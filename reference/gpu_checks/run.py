@@ -32,7 +32,7 @@ TITLES = {
     "07-norm": "norms, rotary embedding and SwiGLU, and the forward pass for many rows",
     "07-sampling": "the sampler, and 50,000 draws of each setting",
     "07-few-rows": "products with few rows",
-    "07-chunks": "attention for chunks of prompts",
+    "07-chunks": "attention for chunks of prompts, and of rows that begin alike",
     "07-engine": "graphs, overlap, padding, delays",
     "08-engine": "guesses that stand and fall, in graphs of their own",
     "two-gpus": "engines on a GPU that is not the current one",
@@ -83,6 +83,16 @@ def chunk_cases() -> list[Check]:
     ]
 
 
+def common_cases() -> list[Check]:
+    """Attention that reads common keys once against exact attention."""
+    from stages.s07_cuda_graph.common_cases import ALLOWED, large_cases, small_cases
+
+    return [
+        within(str(case), case.run("cuda"), ALLOWED[case.dtype], group=str(case.dtype).removeprefix("torch."))
+        for case in [*small_cases(), *large_cases()]
+    ]
+
+
 def sampling_cases() -> list[Check]:
     """The sampler's: each yields what is wrong, or nothing."""
     from stages.s07_cuda_graph.sampling_gpu import sampling_gpu_cases
@@ -105,7 +115,7 @@ def tasks(section: str, options: argparse.Namespace) -> list[Task]:
 
         return two_gpus.parts()
     if section == "07-chunks":
-        return [(chunk_cases, ())]
+        return [(chunk_cases, ()), (common_cases, ())]
     if section == "07-sampling":
         return [(sampling_cases, ())]
     if section == "07-norm":

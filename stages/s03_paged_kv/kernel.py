@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from stages.s03_paged_kv.attention_plan import KernelPlan, make_plan
+from stages.s03_paged_kv.attention_plan import KernelPlan, Launch, make_plan
 from stages.s03_paged_kv.merge_kernel import merge_splits
 from stages.s03_paged_kv.paged_attention import check_attention
 from stages.s03_paged_kv.store_kv import launch_options, store_kv
@@ -71,16 +71,17 @@ def _attend(
 
 
 # Triton compiles a kernel again when an integer becomes 1 or a multiple of 16. These change from step to step.
-VARYING = ["stride_table", "keys_per_split", "num_splits", "num_tiles"]
+VARYING = ["stride_table", "keys_per_split", "num_splits", "splits_before", "num_tiles"]
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, table_ptr, seq_lens_ptr, cu_q_ptr, tile_map_ptr, scale,
-    stride_q_token, stride_q_head, stride_block, stride_slot, stride_kv_head, stride_table, keys_per_split, num_splits,
-    num_tiles, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_TILE_MAP: tl.constexpr,
-    SPLIT: tl.constexpr, UNMASKED_PART: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, table_ptr, seq_lens_ptr, cu_q_ptr, tile_map_ptr, skip_ptr,
+    scale, stride_q_token, stride_q_head, stride_block, stride_slot, stride_kv_head, stride_table, keys_per_split,
+    num_splits, splits_before, num_tiles, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_TILE_MAP: tl.constexpr, SPLIT: tl.constexpr, SKIP: tl.constexpr, UNMASKED_PART: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one sequence and one KV head, over one split of the keys."""
     kv_head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -113,9 +114,12 @@ def _attention_kernel(
     # Causal, aligned at the end: the last query stands on the last key.
     position = seq_len - q_len + query
     num_keys = tl.minimum(seq_len, seq_len - q_len + first_query + QUERIES)  # seen by the tile's last query
+    skipped, before = 0, 0
+    if SKIP:  # the keys of the first blocks are another kernel's, and so are the first splits (stage 07)
+        skipped, before = tl.load(skip_ptr) * BLOCK_SIZE, splits_before
     # Planned for lengths that a captured graph does not know yet, `keys_per_split` may be too few for this row.
-    keys_per_split = tl.maximum(keys_per_split, tl.cdiv(num_keys, num_splits * BLOCK_N) * BLOCK_N)
-    first_key = split * tl.multiple_of(keys_per_split, BLOCK_N)
+    keys_per_split = tl.maximum(keys_per_split, tl.cdiv(num_keys - skipped, num_splits * BLOCK_N) * BLOCK_N)
+    first_key = skipped + split * tl.multiple_of(keys_per_split, BLOCK_N)
     last_key = tl.minimum(first_key + keys_per_split, num_keys)
 
     state = (
@@ -127,7 +131,8 @@ def _attention_kernel(
     v_ptr += kv_head * stride_kv_head
     table_ptr += row.to(tl.int64) * stride_table
     if UNMASKED_PART:  # away from the diagonal nothing needs a mask: most of a prefill's work
-        seen_by_all = tl.minimum(seq_len - q_len + first_query + 1, last_key) // BLOCK_N * BLOCK_N
+        seen_by_all = tl.minimum(seq_len - q_len + first_query + 1, last_key)
+        seen_by_all = skipped + (seen_by_all - skipped) // BLOCK_N * BLOCK_N
         state = _attend(
             state, q, position, num_keys, k_ptr, v_ptr, table_ptr, stride_block, stride_slot, scale,
             first_key, seen_by_all, HEAD_DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, False, PRECISION)  # fmt: skip
@@ -141,7 +146,7 @@ def _attention_kernel(
     acc = acc / row_sum[:, None]
     out_row = token * NUM_HEADS + head
     if SPLIT:
-        out_row = out_row * num_splits + split
+        out_row = out_row * (before + num_splits) + before + split
         tl.store(lse_ptr + out_row, row_max + tl.log2(row_sum), mask=wanted)
         tl.store(partial_ptr + out_row[:, None] * HEAD_DIM + dim, acc, mask=wanted_q)
     else:
@@ -170,25 +175,46 @@ def paged_attention(
     if plan.num_rows != seq_lens.shape[0] or plan.shape != shape:
         raise ValueError(f"plan for {plan.num_rows} rows of {plan.shape}, called with {seq_lens.shape[0]} of {shape}")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dim_pad = max(16, next_power_of_2(head_dim))
-    precision = "tf32x3" if q.dtype == torch.float32 else "tf32"  # float32 as three tensor-core products, error 1e-6
-    options = launch_options(q.device)
     for launch in plan.launches:
-        sizes, splits = launch.sizes, launch.num_splits
-        tile_map = launch.tile_map if launch.tile_map is not None else cu_q  # never read when there is no map
-        if splits > 1:
-            partial = torch.empty(num_tokens, num_heads, splits, head_dim, dtype=torch.float32, device=q.device)
-            lse = torch.empty(num_tokens, num_heads, splits, dtype=torch.float32, device=q.device)
-        else:
-            partial = lse = out
-        _attention_kernel[(num_kv_heads, launch.num_tiles, splits)](
-            q, k_cache, v_cache, out, partial, lse, block_table, seq_lens, cu_q, tile_map, scale * LOG2_E,
-            q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
-            launch.keys_per_split, splits, launch.num_tiles, NUM_HEADS=num_heads, GROUP=num_heads // num_kv_heads,
-            HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size, BLOCK_M=sizes.block_m, BLOCK_N=sizes.block_n,
-            HAS_TILE_MAP=launch.tile_map is not None, SPLIT=splits > 1, UNMASKED_PART=sizes.unmasked_part,
-            PRECISION=precision, num_warps=sizes.num_warps, num_stages=sizes.num_stages, **options,
-        )  # fmt: skip
-        if splits > 1:
+        partial, lse = split_results(out, launch.num_splits) if launch.num_splits > 1 else (out, out)
+        attend_launch(q, k_cache, v_cache, block_table, seq_lens, cu_q, launch, scale, out, partial, lse)
+        if launch.num_splits > 1:
             merge_splits(out, partial, lse, cu_q, launch)
     return out
+
+
+def split_results(out: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for what each split says of out [T, Hq, D]: float32 [T, Hq, S, D] and [T, Hq, S], for `merge_splits`."""
+    tokens, heads, dim = out.shape
+    partial = torch.empty(tokens, heads, splits, dim, dtype=torch.float32, device=out.device)
+    return partial, torch.empty(tokens, heads, splits, dtype=torch.float32, device=out.device)
+
+
+def attend_launch(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor,
+    cu_q: torch.Tensor, launch: Launch, scale: float, out: torch.Tensor, partial: torch.Tensor, lse: torch.Tensor,
+    skip: torch.Tensor | None = None, splits_before: int = 0,
+) -> None:  # fmt: skip
+    """One launch of the kernel, without the merge: into `out`, or, if there are several splits, `partial` and `lse`.
+
+    skip: int32 [1], blocks at the beginning of every row that `splits_before` splits of another kernel have.
+    """
+    num_heads, head_dim = q.shape[1:]
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    sizes, splits, unread = launch.sizes, launch.num_splits, cu_q  # in place of what there is not
+    _attention_kernel[(num_kv_heads, launch.num_tiles, splits)](
+        q, k_cache, v_cache, out, partial, lse, block_table, seq_lens, cu_q,
+        unread if launch.tile_map is None else launch.tile_map, unread if skip is None else skip, scale * LOG2_E,
+        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
+        launch.keys_per_split, splits, splits_before, launch.num_tiles, NUM_HEADS=num_heads,
+        GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, DIM_PAD=max(16, next_power_of_2(head_dim)),
+        BLOCK_SIZE=block_size, BLOCK_M=sizes.block_m, BLOCK_N=sizes.block_n, HAS_TILE_MAP=launch.tile_map is not None,
+        SPLIT=splits_before + splits > 1, SKIP=skip is not None, UNMASKED_PART=sizes.unmasked_part,
+        PRECISION=precision(q.dtype), num_warps=sizes.num_warps, num_stages=sizes.num_stages,
+        **launch_options(q.device),
+    )  # fmt: skip
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Of products: float32 as three on tensor cores, error 1e-6. Other dtypes have but one way."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"

@@ -44,6 +44,10 @@ class Replay:
         step.step_ops.fill(inputs, step.state, step.shape.block_size)
         seq_lens, q_lens = inputs.seq_lens.tolist(), inputs.cu_q.diff().tolist()
         rows = len([length for length in seq_lens if length])  # padding comes after all others
+        if inputs.size.common:  # the kernel finds these keys by the first row, and every row has others
+            lead = int(inputs.common)
+            assert lead * step.shape.block_size < min(seq_lens[:rows])
+            inputs.block_table[1:rows, :lead] = inputs.block_table[0, :lead]
         plan = step.ops.make_plan(q_lens[:rows], seq_lens[:rows], inputs.block_table[:rows], step.shape)
         new = step.run(inputs, plan)
         for place, value in ((out.hidden, new.hidden), (out.logits, new.logits), (out.tokens, new.tokens)):

@@ -116,6 +116,8 @@ class StateRunner(LateRunner):
                 self.check_columns(row.request, slots[number])
             if given.tokens:
                 tokens[number] = given.tokens[0].token_id
+        if size.common:
+            self.check_common(int(inputs.common), [(row.span.block_table, row.span.end) for row in rows])
         used = cu_q[len(rows)]
         assert cu_q[-1] == size.tokens
         assert set(seq_lens[len(rows) :]) | set(positions[used:]) | set(mapping[used:]) <= {0}
@@ -127,6 +129,13 @@ class StateRunner(LateRunner):
         count(tokens.long(), where, torch.stack(penalties).any(0), self.state.history)
         self.fuzz.done["padded step"] += size.rows > len(rows)
         return tokens
+
+    def check_common(self, blocks: int, rows: list[tuple[list[int], int]]) -> None:
+        """Tables and lengths: all rows begin with so many blocks and no more, and have tokens behind them."""
+        assert len({tuple(table[:blocks]) for table, _ in rows}) == 1
+        assert len({tuple(table[: blocks + 1]) for table, _ in rows}) > 1, "a group's rows never come to share more"
+        assert blocks * self.block_size < min(end for _, end in rows)
+        self.fuzz.done["common prefix"] += 1
 
     def check_columns(self, request: Request, slot: int) -> None:
         """How its tokens are chosen, to the last bit; and what it has seen, if that matters."""

@@ -6,12 +6,13 @@ import logging
 from bisect import bisect_left
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from stages.s03_paged_kv.attention_plan import KernelPlan
 from stages.s04_continuous_batching.plan import Plan
+from stages.s07_cuda_graph.common_prefix import LEAST_ROWS
 from stages.s07_cuda_graph.padded_plan import mixed_size, padded_plan, serves_chunks
 from stages.s07_cuda_graph.step import Step, StepOutputs
 from stages.s07_cuda_graph.step_inputs import NO_ROW, StepInputs, StepSize
@@ -47,12 +48,18 @@ def graphs_bytes(max_num_seqs: int, max_num_tokens: int) -> int:
     """Device memory of all graphs but for their tensors."""
     tokens, rows = mixed_buckets(max_num_seqs, max_num_tokens)
     mixed = sum(len(rows_beside(each, rows)) for each in tokens)
-    return GRAPH_BYTES * (len(decode_buckets(max_num_seqs)) + mixed)
+    return GRAPH_BYTES * (len(decode_sizes(decode_buckets(max_num_seqs))) + mixed)
 
 
 def decode_size(rows: int, queries: int) -> StepSize:
     """Up to `queries` tokens in each of `rows` rows. If more than one, rows may have fewer: a row of padding more."""
     return StepSize(rows * queries, rows + (queries > 1), queries)
+
+
+def decode_sizes(buckets: list[int]) -> list[StepSize]:
+    """One token in each row: of each number of rows one size, and from where it pays one for rows that begin alike."""
+    sizes = [decode_size(rows, queries=1) for rows in buckets]
+    return sizes + [replace(size, common=True) for size in sizes if size.rows >= LEAST_ROWS]
 
 
 @dataclass(frozen=True)
@@ -78,23 +85,25 @@ class Graphs:
         self.launch_seconds = LAUNCH_SECONDS * step.model.config.num_layers  # of a step without a graph, at least
         self.token_seconds = 2 * sum(weight.numel() for weight in step.model.parameters()) / FLOPS  # of each token
         self.chunks = serves_chunks(step.shape, step.state.flat.device)
+        self.common = True  # may rows that begin alike have their common keys read once?
         self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self.captured: dict[StepSize, Captured] = {}
         self.replays, self.eager = 0, Counter[str]()
         self.refused = ""  # why this model's step cannot be recorded
         self.no_memory = set[StepSize]()  # sizes that could not be recorded for want of it
 
-    def size_of(self, plan: Plan, queries: int) -> StepSize | None:
+    def size_of(self, plan: Plan, queries: int, common: int = 0) -> StepSize | None:
         """The smallest size that holds a plan; None, and the reason is counted, if it goes without a graph.
 
-        queries: as in `StepSize`. Padding tokens need a padding row.
+        queries: as in `StepSize`. common: `common_blocks` of the plan. Padding tokens need a padding row.
         """
         rows, tokens = len(plan.rows), plan.num_tokens
         if self.refused:
             self.eager[self.refused] += 1
             return None
         if queries:
-            return decode_size(self.decode_rows[bisect_left(self.decode_rows, rows)], queries)
+            size = decode_size(self.decode_rows[bisect_left(self.decode_rows, rows)], queries)
+            return replace(size, common=self.common and common > 0)
         padded = self.mixed_tokens[bisect_left(self.mixed_tokens, tokens)]
         if padded * self.token_seconds > max(self.launch_seconds, SLACK * tokens * self.token_seconds):
             self.eager[f"{padded} tokens would take longer than launching fewer one by one"] += 1
@@ -104,8 +113,13 @@ class Graphs:
         return mixed_size(padded, room, self.step.shape, self.longest, self.chunks)
 
     def get(self, size: StepSize) -> Captured | None:
-        """The graph for a step of this size; None, and the reason is counted, if there is none."""
+        """The graph for a step of this size; None, and the reason is counted, if there is none.
+
+        Instead of one for rows that begin alike, the usual one for as many rows will do.
+        """
         captured = self.captured.get(size) or self.prepare(size)
+        if captured is None and size.common:
+            return self.get(replace(size, common=False))
         if captured is None:
             self.eager[self.refused or f"no memory to record {size.tokens} tokens in {size.rows} rows"] += 1
         return captured
@@ -142,7 +156,7 @@ class Graphs:
 
     def capture_all(self) -> None:
         """Every size, the largest first: the smaller ones then find room in the memory that it took."""
-        sizes = [decode_size(rows, queries=1) for rows in self.decode_rows]
+        sizes = decode_sizes(self.decode_rows)
         for tokens in self.mixed_tokens:
             beside = rows_beside(tokens, self.mixed_rows)
             rows = [rows for rows in beside if rows <= tokens or rows == beside[0]]

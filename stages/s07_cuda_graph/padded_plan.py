@@ -13,6 +13,8 @@ from stages.s03_paged_kv.tile_sizes import MAX_SPLITS, PROCESSORS, SHORT_ROWS, A
 from stages.s07_cuda_graph.step_inputs import StepInputs, StepSize
 
 LEAST_KEYS = 128  # of a split
+COMMON_TILES = TileSizes(64, 64, 4, 3, True)  # queries of all rows, common keys
+COMMON_SPLITS = 8  # at most: each leaves D numbers in fp32 for every row and head, which the merge reads
 CHUNK_TILES = TileSizes(64, 64, 4, 3, True)  # queries of one head, keys: the fastest of 24 on an H200
 CHUNK_HEADS = (64, 128)  # sizes of a head with which it was measured, or is smaller
 
@@ -22,6 +24,16 @@ class ChunkPlan(KernelPlan):
     """Rows of one token as ever; `chunks`, the others, by `chunk_kernel`."""
 
     chunks: Launch
+
+
+@dataclass(frozen=True)
+class CommonPlan(KernelPlan):
+    """A decode step whose rows begin with the same blocks, `num_blocks` [1] on the device; `common`: those, by
+    `common_kernel`. The only launch: what each row has of its own.
+    """
+
+    common: Launch
+    num_blocks: Tensor
 
 
 def serves_chunks(shape: AttentionShape, device: torch.device) -> bool:
@@ -53,6 +65,8 @@ def padded_plan(inputs: StepInputs, shape: AttentionShape, longest: int) -> Kern
     Where a decode step has no more programs than processors, all start at once, in whatever order: it needs no map.
     """
     size, queries = inputs.size, max(inputs.size.queries, 1)
+    if size.common:
+        return common_plan(inputs, shape, longest)
     all_at_once = size.queries and size.rows * shape.num_kv_heads <= PROCESSORS
     tile_map = None if all_at_once else inputs.short_map
     launches = [short_launch(size.rows, queries, tile_map, shape, longest)]
@@ -63,6 +77,19 @@ def padded_plan(inputs: StepInputs, shape: AttentionShape, longest: int) -> Kern
         long = prompt_tiles(shape, longest)
         launches.append(launch(long, size.long_tiles, size.queries_per_tile, inputs.long_map, shape, longest))
     return KernelPlan(shape, size.rows, tuple(launches))
+
+
+def common_plan(inputs: StepInputs, shape: AttentionShape, longest: int) -> CommonPlan:
+    """Tiles of all rows' queries over the common keys; rows, often short, over their own, without halves for balance.
+
+    Larger keys than were measured take the tiles of prompts, which fit in shared memory.
+    """
+    rows = inputs.size.rows
+    sizes = COMMON_TILES if shape.key_bytes <= 256 else prompt_tiles(shape, longest)
+    tiles = -(-rows * shape.group // sizes.block_m)
+    common = launch(sizes, tiles, 1, None, shape, longest, most=COMMON_SPLITS)
+    own = launch(pick_tiles(shape, rows, shape.group, longest), rows, 1, inputs.short_map, shape, longest)
+    return CommonPlan(shape, rows, (own,), common, inputs.common)
 
 
 def short_launch(rows: int, queries: int, tile_map: Tensor | None, shape: AttentionShape, longest: int) -> Launch:
@@ -81,9 +108,10 @@ def launch(
     shape: AttentionShape,
     longest: int,
     least: int = 1,
+    most: int = MAX_SPLITS,
 ) -> Launch:
-    """Splits enough to fill the GPU, 2 programs per processor, and `least`. Each row divides its own keys by them."""
-    most = min(MAX_SPLITS, -(-longest // LEAST_KEYS))
+    """Splits enough to fill the GPU, 2 programs per processor, `least` to `most`. Each row divides its keys by them."""
+    most = min(most, -(-longest // LEAST_KEYS))
     splits = max(1, min(max(round(2 * PROCESSORS / (num_tiles * shape.num_kv_heads)), least), most))
     keys = -(-LEAST_KEYS // sizes.block_n) * sizes.block_n  # whole tiles of keys
     return Launch(sizes, num_tiles, queries, tile_map, keys, splits)

@@ -13,6 +13,7 @@ from stages.s02_kv_cache.kv_store import KVStore
 from stages.s04_continuous_batching.engine import StepHandle
 from stages.s04_continuous_batching.plan import Handle, Plan, RowResult, StepResult
 from stages.s04_continuous_batching.runner import row_result as full_result
+from stages.s07_cuda_graph.common_prefix import common_blocks
 from stages.s07_cuda_graph.device_state import DeviceState
 from stages.s07_cuda_graph.graphs import Graphs
 from stages.s07_cuda_graph.slots import Slots
@@ -71,7 +72,7 @@ class GraphRunner:
         self.slots = Slots(self.state, step.shape.block_size)
         self.mailbox = mailbox(self.state, max_num_tokens)
         self.out = Ring(self.state.num_slots * queries, self.state.flat.device)
-        self.sent: dict[StepSize, list[int]] = {}  # slots that lie in a decode graph's inputs
+        self.sent: dict[StepSize, tuple[list[int], int]] = {}  # slots and common blocks in a decode graph's inputs
         self.tap: list[Tensor] | None = None
 
     @torch.inference_mode()
@@ -89,13 +90,18 @@ class GraphRunner:
     def run(self, plan: Plan, slots: list[int]) -> StepOutputs:
         """Through a graph, or launch by launch."""
         queries = self.queries(plan)
-        size = self.graphs.size_of(plan, queries) if self.graphs else None
+        common = common_blocks(plan, self.step.shape.block_size) if self.graphs and queries == 1 else 0
+        size = self.graphs.size_of(plan, queries, common) if self.graphs else None
         captured = self.graphs.get(size) if self.graphs and size else None
         if self.graphs is None or size is None or captured is None:
             return self.launch(plan, slots, queries)
-        same = size.decode and self.sent.get(size) == slots
-        self.send(captured.inputs, None if same else self.pack(plan, slots, size))
-        self.sent[size] = slots
+        size = captured.inputs.size
+        same = size.decode and self.sent.get(size) == (slots, common)
+        packed = None if same else self.pack(plan, slots, size)
+        if packed is not None and size.common:
+            packed = np.append(packed, np.int32(common))
+        self.send(captured.inputs, packed)
+        self.sent[size] = slots, common
         return self.graphs.replay(captured)
 
     def launch(self, plan: Plan, slots: list[int], queries: int) -> StepOutputs:

@@ -70,6 +70,7 @@ class Group:
         self.ends = frozenset([NO_CHOICE]).union(*{generation.stop_token_ids for generation in generations})
         self.watched = [number for number, each in enumerate(generations) if each.params.stop]  # for a stop string
         self.has_text = any(pushes)
+        self.common: int | None = None  # `common_prefix.common_blocks`, once it was asked for
 
     def at(self, phase: int) -> list[int]:
         """Members whose length is a multiple of the block size plus `phase` now."""

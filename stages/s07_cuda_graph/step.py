@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from stages.s03_paged_kv.ops import PagedOps
 from stages.s07_cuda_graph import cpu_compiled, cpu_forward, sample_torch, step_inputs
 from stages.s07_cuda_graph.chunk_context import ChunkContext
 from stages.s07_cuda_graph.device_state import DeviceState
-from stages.s07_cuda_graph.padded_plan import ChunkPlan
+from stages.s07_cuda_graph.padded_plan import ChunkPlan, CommonPlan
 from stages.s07_cuda_graph.step_inputs import StepInputs
 
 
@@ -120,8 +120,13 @@ class Step:
         The inputs have been filled already where the plan was made from them.
         """
         context = ChunkContext if isinstance(plan, ChunkPlan) else PagedContext
+        ops = self.ops
+        if isinstance(plan, CommonPlan):
+            from stages.s07_cuda_graph.common_kernel import common_attention
+
+            ops = replace(ops, paged_attention=common_attention)
         ctx = context(
-            self.store, self.ops, inputs.slot_mapping, inputs.block_table, inputs.seq_lens, inputs.cu_q, plan,
+            self.store, ops, inputs.slot_mapping, inputs.block_table, inputs.seq_lens, inputs.cu_q, plan,
             self.shape.head_dim**-0.5,
         )  # fmt: skip
         size = inputs.size

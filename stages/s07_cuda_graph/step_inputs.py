@@ -22,7 +22,7 @@ class StepSize:
     queries: no row has more tokens, and all of them sample: 1 in a decode step, more where guesses are verified (stage
     08). 0: rows have any number of tokens, and sample after their last. long_tiles: then, room for the attention tiles
     of rows with several tokens, each of `queries_per_tile`; 0 where the attention plan is made anew for every step.
-    chunks: `chunk_kernel` takes these tiles.
+    chunks: `chunk_kernel` takes these tiles. common: in a decode step, `common_kernel` takes what all rows begin with.
     """
 
     tokens: int
@@ -31,6 +31,7 @@ class StepSize:
     long_tiles: int = 0
     queries_per_tile: int = 1
     chunks: bool = False
+    common: bool = False
 
     @property
     def decode(self) -> bool:
@@ -48,12 +49,13 @@ class StepInputs:
 
     def __init__(self, size: StepSize, blocks_per_row: int, device: torch.device) -> None:
         self.size, T, R = size, size.tokens, size.rows
-        parts = (R, R + 1, size.samples, T, 2 * R, 2 * size.long_tiles)
+        parts = (R, R + 1, size.samples, T, 2 * R, 2 * size.long_tiles, int(size.common))
         self.packed = torch.empty(sum(parts), dtype=torch.int32, device=device)
         views = self.packed.split(parts)
         self.slots, self.cu_q, self.sample_slots = views[0], views[1], views[2]  # [R], [R + 1], [N]
         self.ids = views[3]  # [T], or ON_DEVICE
         self.short_map, self.long_map = views[4].view(2, -1), views[5].view(2, -1)  # row and first query of each tile
+        self.common = views[6]  # [1] where there are any: blocks that all rows begin with
         self.input_ids = torch.empty(T, dtype=torch.int64, device=device)
         self.positions, self.slot_mapping = torch.empty_like(self.input_ids), torch.empty_like(self.input_ids)
         self.seq_lens = torch.empty(R, dtype=torch.int32, device=device)
