@@ -13,7 +13,7 @@ from stages.s03_paged_kv.attention_plan import Launch
 from stages.s03_paged_kv.tile_sizes import MAX_SPLITS, PROCESSORS, TileSizes, next_power_of_2
 
 KEYS, TILE_BYTES = 64, 16 << 10  # of a tile, at most; more would not be under way before the wait
-FEW = 32  # (row, KV head) pairs up to which one program for each processor is enough
+FEW = 16  # (row, KV head) pairs up to which one program for each processor is faster, but with long contexts
 
 
 def few_attention(
