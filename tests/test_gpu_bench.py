@@ -391,13 +391,13 @@ class TestFromEndToEnd:
 
     def test_scaling(self, tmp_path):
         """Room for 27 blocks: 8 requests that end with about 45 tokens fit, with about 64 not: served in turns."""
-        size = "--rows 1 8 --contexts 20 40 --requests 8 --kv-cache-mb 0.22"
+        size = "--rows 1 8 --contexts 20 40 --prompts 50 --requests 8 --kv-cache-mb 0.22"
         gpu_scaling.main(f"--model-shape tiny --device cpu --longest-check 17 {size} --out {tmp_path}".split())
         result = Result.load("speed_scaling_tiny", tmp_path)
         assert result["8 rows, 20 tokens: rate"].median > 0 and result["1 rows, 40 tokens: step"].repeats == 32
         assert result["8 rows, 40 tokens: no room"].median == 16 * (4 * 5 + 4 * 4)
         assert 0 < result["8 rows, 40 tokens, too many: at once"].median <= 8
-        assert result["K/V of a token"].median == 512
+        assert result["K/V of a token"].median == 512 and result["one prompt of 50 tokens"].repeats == 2
         rates = gpu_scaling.cells(result, "rate", (1, 8), (20, 40))
         assert rates[1][1] is None and min(rates[0][0], rates[0][1], rates[1][0]) > 0
         assert gpu_scaling.cells(result, "floor", (1, 8), (20, 40)) is None, "the floor of this machine is not known"

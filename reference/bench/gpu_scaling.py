@@ -1,9 +1,9 @@
 """A decode step against requests and context: `python -m reference.bench gpu-scaling`.
 
 Every cell is a batch of so many requests with so many tokens each, all decoding, in the whole engine: scheduler,
-graphs, sampling, overlap. The way there is left out (`gpu_steady.py`). What finds no room in the K/V cache is told, not
-measured; of one batch that does not fit it is measured what the engine does then. The result is
-`speed_scaling_<shape>`, with three maps.
+graphs, sampling, overlap. The way there is left out (`gpu_steady.py`), but a few prompts alone are timed before. What
+finds no room in the K/V cache is told, not measured; of one batch that does not fit it is measured what the engine does
+then. The result is `speed_scaling_<shape>`, with three maps.
 """
 
 import argparse
@@ -15,17 +15,18 @@ from typing import Any
 import torch
 
 from reference.bench.gpu_bench import Bench, add_engine_options, check_device, prepared
-from reference.bench.gpu_runs import replaced, run_workload
+from reference.bench.gpu_runs import forget, replaced, run_workload
 from reference.bench.gpu_shapes import SHAPES
 from reference.bench.gpu_steady import AFTER, BEFORE, STEADY, context_lens, decode_load, fill, fill_store, made_up
 from reference.bench.harness import Measurement, Result, Timing
 from reference.bench.plots import heat_map
 from reference.bench.report import markdown_table
-from reference.bench.roofline import H200, Machine, Shape, decode_floor
+from reference.bench.roofline import H200, Machine, Shape, decode_floor, prefill_floor
 from reference.bench.workloads import Workload
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (256, 512, 1024, 2048, 4096, 8192, 16_384)
+PROMPTS = (2048, 8192, 30_720)
 BLOCK = 16
 
 
@@ -36,6 +37,18 @@ def cell_load(rows: int, context: int, steady: int) -> Workload:
     """
     lens = [context - (BEFORE + steady // 2) + BLOCK // 2 - row % BLOCK for row in range(rows)]
     return decode_load("steady", [made_up(max(1, length), row) for row, length in enumerate(lens)], steady)
+
+
+def measure_prompt(llm: Any, length: int, shape: Shape, machine: Machine | None) -> Measurement:
+    """Tokens per second of one prompt alone, of which nothing is in the cache, from the call to its first token."""
+    times = []
+    for repeat in range(3):  # the first meets sizes of steps that nobody had before
+        forget(llm)
+        times.append(run_workload(llm, Workload("prompt", "a prompt", (made_up(length, repeat),), (1,))).seconds)
+    timing = Timing.of(times[1:])
+    floor = prefill_floor(shape, machine, [length]) if machine else None
+    share = floor and floor / timing.median
+    return Measurement.rate(f"one prompt of {length} tokens", timing, length, "tok/s", roofline=share)
 
 
 def blocks_of(work: Workload) -> int:
@@ -112,11 +125,14 @@ def measure_scaling(bench: Bench) -> Path:
         "A step takes what reading weights and K/V takes: it hardly grows with the rows while the weights are most of "
         "it, then in proportion to all tokens in the cache. The first limit is the memory of the K/V.",
     )
-    longest = max(options.contexts) + BEFORE + STEADY + AFTER
+    longest = max(max(options.contexts), *options.prompts) + BEFORE + STEADY + AFTER
     llm = bench.build(max_num_seqs=max(options.rows), max_model_len=longest)
     steady = min(STEADY, options.tokens or STEADY)
     bench.check(llm, thorough=False)
     bench.drop_model()
+    for length in options.prompts:
+        result.measurements.append(measure_prompt(llm, length, shape, machine))
+        bench.say(f"{result.measurements[-1].name}: {result.measurements[-1].median:,.0f} tok/s")
     fill_store(llm)
     for context in options.contexts:
         for rows in options.rows:
@@ -165,14 +181,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model-shape", choices=tuple(SHAPES), default="qwen3-0.6b")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="running requests")
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="tokens of each in the cache")
+    parser.add_argument("--prompts", type=int, nargs="+", default=PROMPTS, help="tokens of prompts that come alone")
     parser.add_argument("--until", type=float, default=float("inf"), help="no cell begins after so many seconds")
     parser.add_argument("--batched-tokens", type=int, default=8192, help="tokens of a step")
     parser.add_argument("--requests", type=int, help="for a trial: at most so many")
-    parser.add_argument("--tokens", type=int, help="for a trial: contexts, and timed steps, of at most so many tokens")
+    parser.add_argument("--tokens", type=int, help="for a trial: contexts, prompts and timed steps of at most so many")
     add_engine_options(parser, memory_share=0.9, longest_check=300)
     options = parser.parse_args(arguments)
     check_device(parser, options, trial="--device cpu --model-shape tiny --requests 4 --tokens 32")
-    for name, most in (("rows", options.requests), ("contexts", options.tokens)):
+    for name, most in (("rows", options.requests), ("contexts", options.tokens), ("prompts", options.tokens)):
         given = getattr(options, name)
         if bad := [each for each in given if each < 1]:
             parser.error(f"--{name} must be at least 1, got {bad[0]}")
