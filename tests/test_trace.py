@@ -59,6 +59,7 @@ def test_the_window_is_the_middle_and_begins_at_zero():
         ("GPU", "_attention_kernel", "attention"),
         ("GPU", "_merge_kernel", "attention"),
         ("GPU", "_chunk_kernel", "attention"),
+        ("GPU", "hopper_chunk_kernel", "attention"),
         ("GPU", "_rope_store_kernel", "small"),
         ("GPU", "_store_kernel", "small"),
         ("GPU", "_norm_kernel", "small"),

@@ -73,23 +73,33 @@ def many_row_cases() -> list[Check]:
     return [within(*run_case(case), group=str(case.dtype).removeprefix("torch.")) for case in cases]
 
 
-def chunk_cases() -> list[Check]:
-    """Attention for chunks against exact attention."""
-    from stages.s07_cuda_graph.chunk_cases import ALLOWED, large_cases
+def chunk_cases(compiled: str) -> list[Check]:
+    """Attention for chunks against exact attention: the cases that take the same compiled kernel."""
+    from stages.s07_cuda_graph.chunk_cases import ALLOWED
+    from stages.s07_cuda_graph.chunk_gpu_cases import large_cases
 
     return [
         within(str(case), case.run("cuda"), ALLOWED[case.dtype], group=str(case.dtype).removeprefix("torch."))
         for case in large_cases()
+        if case.compiled == compiled
     ]
 
 
-def common_cases() -> list[Check]:
-    """Attention that reads common keys once against exact attention."""
+def chunk_repeats() -> list[Check]:
+    """The kernel whose warps meet at barriers gives the same bits 200 times, whatever runs beside what."""
+    from stages.s07_cuda_graph.chunk_gpu_cases import LAUNCHES, racing_cases
+
+    found = [(case, case.differing(LAUNCHES)) for case in racing_cases()]
+    return [Check(f"{LAUNCHES} times: {case}", not n, note=f"{n} of them differ" if n else "") for case, n in found]
+
+
+def common_cases(part: int) -> list[Check]:
+    """Attention that reads common keys once against exact attention: every `PARTS`-th case."""
     from stages.s07_cuda_graph.common_cases import ALLOWED, large_cases, small_cases
 
     return [
         within(str(case), case.run("cuda"), ALLOWED[case.dtype], group=str(case.dtype).removeprefix("torch."))
-        for case in [*small_cases(), *large_cases()]
+        for case in [*small_cases(), *large_cases()][part::PARTS]
     ]
 
 
@@ -115,7 +125,14 @@ def tasks(section: str, options: argparse.Namespace) -> list[Task]:
 
         return two_gpus.parts()
     if section == "07-chunks":
-        return [(chunk_cases, ()), (common_cases, ())]
+        from stages.s07_cuda_graph.chunk_gpu_cases import large_cases
+
+        kinds = dict.fromkeys(case.compiled for case in large_cases())
+        return [
+            *((chunk_cases, (kind,)) for kind in kinds),
+            (chunk_repeats, ()),
+            *((common_cases, (part,)) for part in range(PARTS)),
+        ]
     if section == "07-sampling":
         return [(sampling_cases, ())]
     if section == "07-norm":

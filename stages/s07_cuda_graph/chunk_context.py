@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from stages.s03_paged_kv.context import PagedContext
+from stages.s07_cuda_graph.chunk_tiles import chunk_attention
 
 
 class ChunkContext(PagedContext):
@@ -12,11 +13,10 @@ class ChunkContext(PagedContext):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] of the new tokens -> o [T, Hq, D]."""
-        from stages.s07_cuda_graph.chunk_kernel import chunk_attention
-
         keys, values = self.store.layer(layer)  # [NB, BS, Hkv, D]
         where = self.block_table, self.seq_lens, self.cu_q
         self.ops.store_kv(k, v, keys, values, self.slots)
         out = self.ops.paged_attention(q, keys, values, *where, self.plan, self.scale)  # rows of one token
-        chunk_attention(q, k, v, keys, values, *where, self.plan.chunks, self.scale, out)
+        chunks = self.plan.chunks
+        chunk_attention(chunks.sizes)(q, k, v, keys, values, *where, chunks, self.scale, out)
         return out

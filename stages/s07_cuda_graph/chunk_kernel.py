@@ -40,12 +40,11 @@ def _attend_new(
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["stride_table", "num_tiles"])
+@triton.jit(do_not_specialize=["stride_table", "num_tiles", "num_heads", "group"])
 def _chunk_kernel(
     q_ptr, k_new, v_new, k_ptr, v_ptr, out_ptr, table_ptr, seq_lens_ptr, cu_q_ptr, tile_map_ptr, scale,
-    stride_q_token, stride_q_head, stride_block, stride_slot, stride_kv_head, stride_table, num_tiles,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    stride_q_token, stride_q_head, stride_block, stride_slot, stride_kv_head, stride_table, num_tiles, num_heads, group,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head of one sequence, over all keys that they see."""
     head, tile = tl.program_id(0), tl.program_id(1)
@@ -70,7 +69,7 @@ def _chunk_kernel(
         tl.zeros([BLOCK_M], tl.float32),  # sum of weights
     )
 
-    kv_head = head // GROUP
+    kv_head = head // group
     k_ptr += kv_head * stride_kv_head
     v_ptr += kv_head * stride_kv_head
     table_ptr += row.to(tl.int64) * stride_table
@@ -90,7 +89,7 @@ def _chunk_kernel(
     acc, _, row_sum = _attend_new(
         state, q, query, k_new, v_new, q_start, q_len, column, scale, seen_by_all, last_key, BLOCK_N, True)  # fmt: skip
     acc = acc / row_sum[:, None]
-    tl.store(out_ptr + (token * NUM_HEADS + head) * HEAD_DIM + dim, acc.to(out_ptr.dtype.element_ty), mask=wanted)
+    tl.store(out_ptr + (token * num_heads + head) * HEAD_DIM + dim, acc.to(out_ptr.dtype.element_ty), mask=wanted)
 
 
 def chunk_attention(
@@ -109,9 +108,9 @@ def chunk_attention(
     _chunk_kernel[(num_heads, launch.num_tiles)](
         q, k_new, v_new, k_cache, v_cache, out, block_table, seq_lens, cu_q, launch.tile_map, scale * LOG2_E,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table.stride(0),
-        launch.num_tiles, NUM_HEADS=num_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_SIZE=k_cache.shape[1], BLOCK_M=launch.queries_per_tile, BLOCK_N=sizes.block_n,
-        num_warps=sizes.num_warps, num_stages=sizes.num_stages, **launch_options(q.device),
+        launch.num_tiles, num_heads, num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=k_cache.shape[1],
+        BLOCK_M=launch.queries_per_tile, BLOCK_N=sizes.block_n, num_warps=sizes.num_warps,
+        num_stages=sizes.num_stages, **launch_options(q.device),
     )  # fmt: skip
 
 

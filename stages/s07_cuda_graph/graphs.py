@@ -12,8 +12,9 @@ import torch
 
 from stages.s03_paged_kv.attention_plan import KernelPlan
 from stages.s04_continuous_batching.plan import Plan
+from stages.s07_cuda_graph.chunk_tiles import chunk_tiles
 from stages.s07_cuda_graph.common_prefix import LEAST_ROWS
-from stages.s07_cuda_graph.padded_plan import mixed_size, padded_plan, serves_chunks
+from stages.s07_cuda_graph.padded_plan import mixed_size, padded_plan
 from stages.s07_cuda_graph.step import Step, StepOutputs
 from stages.s07_cuda_graph.step_inputs import NO_ROW, StepInputs, StepSize
 
@@ -56,10 +57,10 @@ def decode_size(rows: int, queries: int) -> StepSize:
     return StepSize(rows * queries, rows + (queries > 1), queries)
 
 
-def decode_sizes(buckets: list[int]) -> list[StepSize]:
+def decode_sizes(buckets: list[int], common: bool = True) -> list[StepSize]:
     """One token in each row: of each number of rows one size, and from where it pays one for rows that begin alike."""
     sizes = [decode_size(rows, queries=1) for rows in buckets]
-    return sizes + [replace(size, common=True) for size in sizes if size.rows >= LEAST_ROWS]
+    return sizes + [replace(size, common=True) for size in sizes if common and size.rows >= LEAST_ROWS]
 
 
 @dataclass(frozen=True)
@@ -75,17 +76,18 @@ class Captured:
 class Graphs:
     """Captures a size when it is first met, or all of them at start. All graphs share one pool of memory.
 
-    `replays` and `eager` count the steps; `eager` by the reason why no graph served them.
+    common: may rows that begin alike have their common keys read once? `replays` and `eager` count the steps; `eager`
+    by the reason why no graph served them.
     """
 
-    def __init__(self, step: Step, max_num_seqs: int, max_num_tokens: int, longest: int) -> None:
+    def __init__(self, step: Step, max_num_seqs: int, max_num_tokens: int, longest: int, common: bool = True) -> None:
         self.step, self.longest = step, longest
         self.decode_rows = decode_buckets(max_num_seqs)
         self.mixed_tokens, self.mixed_rows = mixed_buckets(max_num_seqs, max_num_tokens)
         self.launch_seconds = LAUNCH_SECONDS * step.model.config.num_layers  # of a step without a graph, at least
         self.token_seconds = 2 * sum(weight.numel() for weight in step.model.parameters()) / FLOPS  # of each token
-        self.chunks = serves_chunks(step.shape, step.state.flat.device)
-        self.common = True  # may rows that begin alike have their common keys read once?
+        self.chunks = chunk_tiles(step.shape, step.state.flat.device)
+        self.common = common
         self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self.captured: dict[StepSize, Captured] = {}
         self.replays, self.eager = 0, Counter[str]()
@@ -139,7 +141,7 @@ class Graphs:
             why = str(error)  # the error itself would keep alive what was begun
         if "out of memory" in why:  # PyTorch's words, and the driver's
             self.no_memory.add(size)
-            log.warning("%s is launched one operation at a time: %s", size, why)
+            log.warning("no graph for %s: %s", size, why)
             torch.cuda.empty_cache()
             if not self.captured:  # PyTorch closes a pool with the last graph that it serves
                 self.pool = torch.cuda.graph_pool_handle()
@@ -156,7 +158,7 @@ class Graphs:
 
     def capture_all(self) -> None:
         """Every size, the largest first: the smaller ones then find room in the memory that it took."""
-        sizes = decode_sizes(self.decode_rows)
+        sizes = decode_sizes(self.decode_rows, self.common)
         for tokens in self.mixed_tokens:
             beside = rows_beside(tokens, self.mixed_rows)
             rows = [rows for rows in beside if rows <= tokens or rows == beside[0]]

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from stages.s03_paged_kv.attention_plan import KernelPlan, Launch
 from stages.s03_paged_kv.tile_sizes import MAX_SPLITS, PROCESSORS, SHORT_ROWS, AttentionShape, TileSizes, pick_tiles
+from stages.s07_cuda_graph.chunk_tiles import CHUNK_TILES, LEAST_QUERIES
 from stages.s07_cuda_graph.step_inputs import StepInputs, StepSize
 
 LEAST_KEYS = 128  # of a split
 COMMON_TILES = TileSizes(64, 64, 4, 3, True)  # queries of all rows, common keys
 COMMON_SPLITS = 8  # at most: each leaves D numbers in fp32 for every row and head, which the merge reads
-CHUNK_TILES = TileSizes(64, 64, 4, 3, True)  # queries of one head, keys: the fastest of 24 on an H200
-CHUNK_HEADS = (64, 128)  # sizes of a head with which it was measured, or is smaller
 
 
 @dataclass(frozen=True)
 class ChunkPlan(KernelPlan):
-    """Rows of one token as ever; `chunks`, the others, by `chunk_kernel`."""
+    """Rows of one token as ever; `chunks`, the others, by `chunk_tiles.chunk_attention`."""
 
     chunks: Launch
 
@@ -36,27 +33,23 @@ class CommonPlan(KernelPlan):
     num_blocks: Tensor
 
 
-def serves_chunks(shape: AttentionShape, device: torch.device) -> bool:
-    """Can `chunk_kernel` run? It needs the copy engine of a Hopper GPU, 16-bit numbers and heads of 64 or 128."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return False
-    hopper = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
-    return hopper and shape.element_size == 2 and shape.head_dim in CHUNK_HEADS
-
-
 def prompt_tiles(shape: AttentionShape, longest: int) -> TileSizes:
     """Tiles of rows with several tokens, for sequences of up to `longest` tokens."""
     return pick_tiles(shape, 1, max(longest * shape.group, SHORT_ROWS + 1), longest)
 
 
-def mixed_size(tokens: int, rows: int, shape: AttentionShape, longest: int, chunks: bool = False) -> StepSize:
+def mixed_size(
+    tokens: int, rows: int, shape: AttentionShape, longest: int, chunks: TileSizes | None = None
+) -> StepSize:
     """A size with room for every way to cut `tokens` into at most `rows` rows.
 
-    chunks: `serves_chunks`. Its kernel does not split keys, so it waits for tokens enough to fill the GPU without.
+    chunks: `chunk_tiles`. Their kernel does not split keys, so it waits for tokens enough to fill the GPU without.
     """
-    chunks = chunks and tokens // CHUNK_TILES.block_m * shape.num_heads >= 2 * PROCESSORS
-    queries = CHUNK_TILES.block_m if chunks else prompt_tiles(shape, longest).block_m // shape.group
-    return StepSize(tokens, rows, long_tiles=-(-tokens // queries) + rows, queries_per_tile=queries, chunks=chunks)
+    if tokens * shape.num_heads < LEAST_QUERIES:
+        chunks = None
+    queries = chunks.block_m if chunks else prompt_tiles(shape, longest).block_m // shape.group
+    tiles = -(-tokens // queries) + rows
+    return StepSize(tokens, rows, long_tiles=tiles, queries_per_tile=queries, chunks=bool(chunks))
 
 
 def padded_plan(inputs: StepInputs, shape: AttentionShape, longest: int) -> KernelPlan:
@@ -71,7 +64,8 @@ def padded_plan(inputs: StepInputs, shape: AttentionShape, longest: int) -> Kern
     tile_map = None if all_at_once else inputs.short_map
     launches = [short_launch(size.rows, queries, tile_map, shape, longest)]
     if size.chunks:
-        chunks = Launch(CHUNK_TILES, size.long_tiles, size.queries_per_tile, inputs.long_map, longest, 1)
+        tiles = CHUNK_TILES[size.queries_per_tile]
+        chunks = Launch(tiles, size.long_tiles, size.queries_per_tile, inputs.long_map, longest, 1)
         return ChunkPlan(shape, size.rows, tuple(launches), chunks)
     if size.long_tiles:
         long = prompt_tiles(shape, longest)

@@ -12,7 +12,7 @@ from stages.s01_forward.sampling_params import SamplingParams
 from stages.s04_continuous_batching.plan import Plan
 from stages.s06_prefix_cache.llm import LLM as Eager
 from stages.s07_cuda_graph.fake_graphs import FakeGraphs
-from stages.s07_cuda_graph.graphs import MIXED_TOKENS, decode_buckets, rows_beside
+from stages.s07_cuda_graph.graphs import GRAPH_BYTES, MIXED_TOKENS, decode_buckets, graphs_bytes, rows_beside
 from stages.s07_cuda_graph.llm import LLM
 from stages.s07_cuda_graph.step_inputs import StepSize
 from tests.fixtures import each_family
@@ -22,7 +22,9 @@ def engine(folder: Path, **options: Any) -> LLM:
     """On a CPU, with steps padded as graphs pad them."""
     llm = LLM(folder, device="cpu", **{"dtype": "float32", "block_size": 4, "max_num_seqs": 10, **options})
     runner: Any = llm.engine.runner
-    runner.graphs = FakeGraphs(runner.step, llm.max_num_seqs, llm.max_num_batched_tokens, llm.max_model_len)
+    runner.graphs = FakeGraphs(
+        runner.step, llm.max_num_seqs, llm.max_num_batched_tokens, llm.max_model_len, llm.common_prefix
+    )
     return llm
 
 
@@ -170,6 +172,13 @@ class TestSizes:
         llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True))
         assert list(graphs.captured) == made
         assert graphs.replays > 10
+
+    @pytest.mark.parametrize(("seqs", "tokens"), [(6, 64), (64, 2048)])
+    def test_memory_is_set_aside_for_all_that_is_captured(self, seqs, tokens, tiny):
+        """Those of rows that begin alike, too; and hardly for more."""
+        graphs = engine(tiny("qwen2"), max_num_seqs=seqs, max_num_batched_tokens=tokens).engine.runner.graphs
+        graphs.capture_all()
+        assert len(graphs.captured) <= graphs_bytes(seqs, tokens) / GRAPH_BYTES < 1.1 * len(graphs.captured)
 
 
 @each_family
