@@ -46,7 +46,9 @@ def padded(llm_class: Any) -> Any:
         def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options)
             runner = self.engine.runner
-            runner.graphs = FakeGraphs(runner.step, self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len)
+            runner.graphs = FakeGraphs(
+                runner.step, self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, self.common_prefix
+            )
 
     return Padded
 

@@ -20,12 +20,6 @@ def _no_chunk_kernel(llm: Any) -> None:
         _exchange(graphs, "chunks", False)
 
 
-def _no_common_prefix(llm: Any) -> None:
-    """Every row reads all of its keys, also those that all rows have in common."""
-    if graphs := llm.engine.runner.graphs:
-        _exchange(graphs, "common", False)
-
-
 def _no_mixed_graphs(llm: Any) -> None:
     """Only steps in which every row decodes are graphs."""
     if graphs := llm.engine.runner.graphs:
@@ -52,7 +46,7 @@ PARTS: dict[str, Part] = {
     "few_rows": Part("the model's own layer in all steps", {"few_rows": False}),
     "many_rows": Part("the model's own layer in decode steps of more than few rows", change=_no_many_rows),
     "chunks": Part("stage 03's kernel for the attention of prompts", change=_no_chunk_kernel),
-    "common_prefix": Part("every row reads the beginning that all have in common", change=_no_common_prefix),
+    "common_prefix": Part("every row reads the beginning that all have in common", {"common_prefix": False}),
     "overlap": Part("a step is planned when the one before has been read", {"overlap": False}),
     "prefix_cache": Part("every prompt is computed whole", {"prefix_cache": "off"}),
 }

@@ -376,15 +376,14 @@ def check_common_prefix(device: str, family: str) -> list[Check]:
     """24 answers behind one prompt: its keys read once for all rows, and by each row; ids and log-probabilities."""
     rng, checks = Random(1), []
     system = [rng.randrange(3, 500) for _ in range(170)]  # of the model's 256
-    with tiny(family) as folder, replaced(common_prefix, LEAST_KEYS=len(system) // 2):
+    with tiny(family) as folder, replaced(common_prefix, LEAST_KEYS=len(system) // 4):
         asked = [system + own for own in prompts(24, 50)]
         params = SamplingParams(max_tokens=10, ignore_eos=True)
         cpu = Stage06(folder, device="cpu", dtype="float32", kv_cache_mb=16)
         answers = [output.outputs[0] for output in cpu.generate(asked, replace(params, logprobs=0))]
         wanted, scores = [answer.token_ids for answer in answers], [answer.logprobs or [] for answer in answers]
         for common in (True, False):
-            llm = engine(folder, device, max_num_batched_tokens=2048)
-            llm.engine.runner.graphs.common = common
+            llm = engine(folder, device, max_num_batched_tokens=2048, common_prefix=common)
             llm.generate([system], replace(params, max_tokens=1))
             taps: list[torch.Tensor] = []
             with replaced(llm.engine.runner, tap=taps):

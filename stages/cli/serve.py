@@ -107,6 +107,9 @@ def serve(
     enforce_eager: Annotated[
         bool, typer.Option("--enforce-eager", help="No CUDA graphs.", rich_help_panel=ENGINE)
     ] = False,
+    common_prefix: Annotated[
+        bool, typer.Option(help="Read once what all running answers begin with.", rich_help_panel=ENGINE)
+    ] = True,
     capture: Annotated[
         Capture, typer.Option(help="CUDA graphs: before the first request, or as needed.", rich_help_panel=ENGINE)
     ] = Capture.start,
@@ -172,6 +175,7 @@ def serve(
                 "prefix_cache": prefix_cache.value if enable_prefix_caching else "off",
                 "graphs": not enforce_eager,
                 "capture": capture.value,
+                "common_prefix": common_prefix,
                 **given(
                     max_model_len=max_model_len,
                     max_num_seqs=max_num_seqs,

@@ -6,7 +6,7 @@ from stages.s04_continuous_batching.plan import Plan
 from stages.s07_cuda_graph.steady import GroupPlan
 
 LEAST_ROWS = 17  # fewer have kernels of their own (`few_rows.py`)
-LEAST_KEYS = 512  # what fewer of them would save, a launch more takes
+LEAST_KEYS, MANY_ROWS = 512, 48  # what fewer keys would save, a launch more takes; with fewer rows, in proportion more
 
 
 def common_blocks(plan: Plan, block_size: int) -> int:
@@ -21,7 +21,8 @@ def common_blocks(plan: Plan, block_size: int) -> int:
         return group.common
     spans = [row.span for row in plan.rows]
     blocks = common_lead([span.block_table for span in spans], [span.end for span in spans], block_size)
-    common = blocks if blocks * block_size >= LEAST_KEYS else 0
+    pays = blocks * block_size * min(plan.num_tokens, MANY_ROWS) >= LEAST_KEYS * MANY_ROWS
+    common = blocks if pays else 0
     if group is not None:
         group.common = common
     return common
@@ -33,6 +34,5 @@ def common_lead(tables: list[list[int]], lengths: list[int], block_size: int) ->
     As with words in a dictionary: what the first and the last in order have in common, all in between have.
     """
     most = (min(lengths) - 1) // block_size
-    leads = [table[:most] for table in tables]
-    first, last = min(leads), max(leads)
+    first, last = min(tables), max(tables)
     return next((number for number in range(most) if first[number] != last[number]), most)

@@ -57,9 +57,9 @@ class Replay:
 class FakeGraphs(Graphs):
     """Sizes are chosen as on a GPU; a replay is computed in torch. Takes over a step's engine on a CPU."""
 
-    def __init__(self, step: Step, max_num_seqs: int, max_num_tokens: int, longest: int) -> None:
+    def __init__(self, step: Step, max_num_seqs: int, max_num_tokens: int, longest: int, common: bool = True) -> None:
         with patch.multiple(torch.cuda, graph_pool_handle=lambda: (0, 0), Stream=object):
-            super().__init__(step, max_num_seqs, max_num_tokens, longest)
+            super().__init__(step, max_num_seqs, max_num_tokens, longest, common)
         self.step = replace(step, ops=replace(step.ops, paged_attention=poisoned_attention))
         step.store.data[:, :, 0] = float("nan")
 

@@ -34,15 +34,16 @@ from stages.s07_cuda_graph.step import Step, few_rows, step_ops
 
 
 class LLM(PrefixLLM):
-    """Four switches, all on; on a CPU there are no graphs, and `cpu_*.py` stand where kernels do on a GPU. One is off:
+    """Five switches, all on; on a CPU there are no graphs, and `cpu_*.py` stand where kernels do on a GPU. One is off:
 
     compiled: on a CPU, compile decode steps of few rows before anybody is served, with `torch.compile`. It takes a C++
     compiler, and half a minute the first time; where it cannot be done, a warning says so.
 
     graphs: replay each step as one CUDA graph; capture: record them "lazy", when a size is first met, or at "start".
     fused: Triton kernels for what lies between the matrix products. few_rows: forward passes of their own for decode
-    steps of few rows and of many, where they were measured to pay. overlap: plan a step while the one before is
-    computed.
+    steps of few rows and of many, where they were measured to pay. common_prefix: in graphs, read what all rows begin
+    with once for all of them; their neighbours then decide about the last bits of a row. overlap: plan a step while the
+    one before is computed.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class LLM(PrefixLLM):
         capture: Literal["lazy", "start"] = "lazy",
         fused: bool = True,
         few_rows: bool = True,
+        common_prefix: bool = True,
         overlap: bool = True,
         compiled: bool = False,
         **options: Any,
@@ -59,7 +61,7 @@ class LLM(PrefixLLM):
         if capture not in ("lazy", "start"):
             raise ValueError(f"capture is {capture!r}; it must be 'lazy' or 'start'")
         self.graphs, self.capture, self.fused, self.few_rows = graphs, capture, fused, few_rows
-        self.overlap, self.compiled = overlap, compiled
+        self.common_prefix, self.overlap, self.compiled = common_prefix, overlap, compiled
         super().__init__(*args, **options)
 
     @property
@@ -110,7 +112,7 @@ class LLM(PrefixLLM):
         step = Step(self.model, self.ops, step_ops(self.kernels), store, shape, state, few)
         if not self.graphs or not has_kernels(self.device):
             return step, None
-        graphs = Graphs(step, self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len)
+        graphs = Graphs(step, self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, self.common_prefix)
         if self.capture == "start":
             graphs.capture_all()
         return step, graphs

@@ -89,11 +89,13 @@ class GraphRunner:
 
     def run(self, plan: Plan, slots: list[int]) -> StepOutputs:
         """Through a graph, or launch by launch."""
-        queries = self.queries(plan)
-        common = common_blocks(plan, self.step.shape.block_size) if self.graphs and queries == 1 else 0
-        size = self.graphs.size_of(plan, queries, common) if self.graphs else None
-        captured = self.graphs.get(size) if self.graphs and size else None
-        if self.graphs is None or size is None or captured is None:
+        queries, graphs = self.queries(plan), self.graphs
+        if graphs is None:
+            return self.launch(plan, slots, queries)
+        common = common_blocks(plan, self.step.shape.block_size) if queries == 1 else 0
+        size = graphs.size_of(plan, queries, common)
+        captured = graphs.get(size) if size else None
+        if captured is None:
             return self.launch(plan, slots, queries)
         size = captured.inputs.size
         same = size.decode and self.sent.get(size) == (slots, common)
@@ -102,7 +104,7 @@ class GraphRunner:
             packed = np.append(packed, np.int32(common))
         self.send(captured.inputs, packed)
         self.sent[size] = slots, common
-        return self.graphs.replay(captured)
+        return graphs.replay(captured)
 
     def launch(self, plan: Plan, slots: list[int], queries: int) -> StepOutputs:
         """Operation by operation, at the plan's own size."""

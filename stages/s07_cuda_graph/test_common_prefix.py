@@ -19,7 +19,7 @@ from stages.s06_prefix_cache.llm import LLM as Eager
 from stages.s07_cuda_graph import common_prefix
 from stages.s07_cuda_graph.beforehand import beforehand
 from stages.s07_cuda_graph.common_cases import ALLOWED, CommonCase, large_cases, small_cases
-from stages.s07_cuda_graph.common_prefix import LEAST_KEYS, LEAST_ROWS, common_blocks, common_lead
+from stages.s07_cuda_graph.common_prefix import LEAST_KEYS, LEAST_ROWS, MANY_ROWS, common_blocks, common_lead
 from stages.s07_cuda_graph.fuzz_state import StateFuzz
 from stages.s07_cuda_graph.graphs import decode_size, decode_sizes
 from stages.s07_cuda_graph.padded_plan import COMMON_TILES, CommonPlan, padded_plan
@@ -36,7 +36,7 @@ needs_triton = pytest.mark.skipif(
 @pytest.fixture
 def anything_common() -> Iterator[None]:
     """Two rows are enough, and one key."""
-    with patch.multiple(common_prefix, LEAST_ROWS=2, LEAST_KEYS=1):
+    with patch.multiple(common_prefix, LEAST_ROWS=2, LEAST_KEYS=1, MANY_ROWS=1):
         yield
 
 
@@ -105,10 +105,20 @@ def plan_of(rows: int, common: int, block_size: int = 16) -> Plan:
 
 
 def test_only_where_it_pays():
-    enough = -(-LEAST_KEYS // 16)
-    assert common_blocks(plan_of(LEAST_ROWS, enough), 16) == enough
-    assert common_blocks(plan_of(LEAST_ROWS - 1, enough), 16) == 0
-    assert common_blocks(plan_of(LEAST_ROWS, enough - 1), 16) == 0
+    enough = LEAST_KEYS // 16
+    for rows, blocks in ((MANY_ROWS, enough), (5 * MANY_ROWS, enough), (MANY_ROWS // 2, 2 * enough)):
+        assert common_blocks(plan_of(rows, blocks), 16) == blocks
+        assert common_blocks(plan_of(rows, blocks - 1), 16) == 0
+    assert common_blocks(plan_of(LEAST_ROWS, 100), 16) == 100
+    assert common_blocks(plan_of(LEAST_ROWS - 1, 100), 16) == 0
+
+
+def test_off_there_are_no_graphs_for_it(tiny):
+    llm = engine(tiny("qwen2"), max_num_seqs=40, common_prefix=False)
+    graphs = llm.engine.runner.graphs
+    graphs.capture_all()
+    assert not any(size.common for size in graphs.captured)
+    assert not graphs.size_of(plan_of(20, 100), queries=1, common=100).common
 
 
 def test_sizes_of_their_own(tiny):
