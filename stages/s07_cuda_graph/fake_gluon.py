@@ -119,7 +119,7 @@ class Kernel:
 
 
 LANGUAGE = SimpleNamespace(
-    constexpr=object, float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16, int32=torch.int32,
+    constexpr=object, float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
     int64=torch.int64, load=load, store=store, where=where, max=torch.amax, sum=torch.sum, exp2=torch.exp2,
     minimum=lambda one, other: where(one < other, one, other),
     maximum=lambda one, other: where(one > other, one, other),

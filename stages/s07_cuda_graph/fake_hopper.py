@@ -137,10 +137,9 @@ def wait(place: Shared, phase: int) -> None:
     warp().pause(lambda: barrier.phase & 1 != phase, f"parity {phase} of {barrier}")
 
 
-def arrive(place: Shared, count: int = 1, pred: bool = True) -> None:
+def arrive(place: Shared, count: int) -> None:
     warp().pause()
-    if pred:
-        barrier_at(place).change(count, 0)
+    barrier_at(place).change(count, 0)
 
 
 def expect(place: Shared, bytes: int) -> None:

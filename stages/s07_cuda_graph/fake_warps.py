@@ -130,9 +130,7 @@ class Program:
         event.happen()
 
     def fail(self, error: BaseException) -> None:
-        """The first error ends all warps."""
-        if not self.fault:
-            self.fault = error
-            for warp in self.warps:
-                if warp.turn.locked():
-                    warp.turn.release()
+        """It ends all warps, which wait for a turn and get it now."""
+        self.fault = error
+        for warp in self.warps:
+            warp.turn.release()

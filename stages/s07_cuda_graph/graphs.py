@@ -129,15 +129,15 @@ class Graphs:
     def prepare(self, size: StepSize) -> Captured | None:
         """Capture a size, unless that was tried before.
 
-        Where memory does not suffice, this size alone has no graph. Any other error says that this model's step cannot
-        be recorded: no size has one from then on.
+        Where memory does not suffice, this size alone has no graph. Any other error, be it of a kernel's compiler, says
+        that this model's step cannot be recorded: no size has one from then on.
         """
         if self.refused or size in self.captured or size in self.no_memory:
             return self.captured.get(size)
         try:
             self.captured[size] = self.capture(size)
             return self.captured[size]
-        except RuntimeError as error:
+        except Exception as error:
             why = str(error)  # the error itself would keep alive what was begun
         if "out of memory" in why:  # PyTorch's words, and the driver's
             self.no_memory.add(size)

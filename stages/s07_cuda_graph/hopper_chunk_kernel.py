@@ -67,7 +67,10 @@ def _clear_values(v_tiles, stage, i, old_tiles, old, queries):
 
 @gluon.jit
 def _stay(x):
-    """x >= 0, and a way out of the kernel that is never taken: no compiler moves a later wait in front of it."""
+    """x >= 0, and a way out of the kernel that is never taken: what x is computed from stays in front of later waits.
+
+    Without it the compiler would wait for the products first and take all exponentials after, when nothing hides them.
+    """
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.lt.f32 p, $1, 0fBF800000; @p exit; mov.b32 $0, $1; }", "=r,r", [x], dtype=gl.float32,
         is_pure=False, pack=1)  # fmt: skip
@@ -75,10 +78,11 @@ def _stay(x):
 
 @gluon.jit
 def _attend(
-    q, k_tiles, v_tiles, empty_q, full_k, empty_k, full_v, empty_v, number, tiles, old_tiles, old, queries, my_first,
-    scale,
+    q, k_tiles, v_tiles, empty_q, full_k, empty_k, full_v, empty_v, number, n, old_tiles, old, queries, my_first, scale,
 ):  # fmt: skip
-    """64 queries over `tiles` tiles of keys -> weighted sum of the values [BLOCK_M, D], sum of the weights [BLOCK_M].
+    """64 queries over `n` tiles of keys -> weighted sum of the values [BLOCK_M, D], sum of the weights [BLOCK_M].
+
+    number: how many tiles of keys the program had before; it says in which stage a tile lies, and in which phase.
 
     A tile is given back by one thread for all four warps. They meet in front of `mbarrier.arrive` (the compiler sees to
     that, and test_hopper_compiled.py to the compiler), and each has waited for the product that read the tile: from
@@ -105,7 +109,7 @@ def _attend(
     row_sum = gl.sum(weight, 1)
     weights = gl.convert_layout(weight.to(v_tiles.dtype), WEIGHTS)
     acc = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, layout=RESULT)
-    for i in range(1, tiles):
+    for i in range(1, n):
         last, last_phase = stage, number // STAGES & 1
         number += 1
         stage = number % STAGES
@@ -122,13 +126,13 @@ def _attend(
         rescale = gl.exp2(row_max - new_max)
         row_sum = _stay(row_sum * rescale + gl.sum(weight, 1))
         row_max = new_max
-        # The new weights are tied to the wait as well: else the compiler would wait first and compute them after.
+        # In PTX the new weights stand in front of the wait because it names them; the machine code heeds `_stay` alone.
         acc, weights = warpgroup_mma_wait(0, deps=[acc, gl.convert_layout(weight.to(v_tiles.dtype), WEIGHTS)])
         mbarrier.arrive(empty_v.index(last), count=1)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, RESULT))[:, None]
     mbarrier.arrive(empty_q, count=1)  # the next item's queries come under the last product
     mbarrier.wait(full_v.index(stage), number // STAGES & 1)
-    _clear_values(v_tiles, stage, tiles - 1, old_tiles, old, queries)
+    _clear_values(v_tiles, stage, n - 1, old_tiles, old, queries)
     acc = warpgroup_mma(weights, v_tiles.index(stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty_v.index(stage), count=1)
@@ -202,8 +206,8 @@ def hopper_chunk_kernel(
 ):  # fmt: skip
     """A program for each processor: it goes through the items index, index + programs, ... to the first empty tile."""
     if PDL:
-        # All that is read here comes from this step, so nothing may be read before. The first four warps wait for the
-        # others, too, which begin behind it. What comes next finds room only where a program has ended.
+        # Lengths, queries and keys come from this step, so nothing is read before. The first four warps wait for all:
+        # the others begin behind this. What comes next finds room only where a program has ended.
         gdc_wait()
         gdc_launch_dependents()
     tiles = (

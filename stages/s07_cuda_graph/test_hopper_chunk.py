@@ -68,6 +68,13 @@ def test_real_tiles(block_size):
     assert run(ChunkCase((130, 65), (147, 265), block_size=block_size, **shape), 0) <= ALLOWED[torch.bfloat16]
 
 
+@pytest.mark.parametrize("programs", [1, 4])
+def test_a_map_without_empty_tiles(programs):
+    """Nothing then says that the last item was the last but its number."""
+    with patch.object(chunk_cases, "EMPTY", 0):
+        assert run(RAGGED, 0, programs=programs) <= ALLOWED[RAGGED.dtype]
+
+
 READ = r"a copy into tiles\[{}\]\[.\] while a product of _multiply . still reads it"  # tiles of queries, keys, values
 COPIED = r"_multiply . asks for tiles\[{}\]\[.\], to which a copy is still on its way"
 MUTATIONS = {  # what is broken: the source, the source instead, and what is to be seen of it
@@ -140,7 +147,7 @@ MUTATIONS = {  # what is broken: the source, the source instead, and what is to 
         "wrong by nan",
     ),
     "the row's last values are not cleared": (
-        "    _clear_values(v_tiles, stage, tiles - 1, old_tiles, old, queries)\n",
+        "    _clear_values(v_tiles, stage, n - 1, old_tiles, old, queries)\n",
         "",
         "wrong by nan",
     ),

@@ -11,11 +11,20 @@ import pytest
 import torch
 
 from stages.s03_paged_kv.attention_plan import Launch
-from stages.s07_cuda_graph.chunk_tiles import HOPPER_TILES, has_gluon
+from stages.s07_cuda_graph.chunk_tiles import HOPPER_TILES
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or not has_gluon(), reason="no Triton with a Gluon that is known"
-)
+TRITONS = ("3.6.", "3.7.", "3.8.")  # that compile it, be it that nobody ran it yet; 3.9 has no `_reinterpret`
+
+
+def compiles() -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    import triton
+
+    return triton.__version__.startswith(TRITONS)
+
+
+pytestmark = pytest.mark.skipif(not compiles(), reason="no Triton that compiles this Gluon")
 
 
 class NoGpu:
@@ -112,7 +121,7 @@ def test_products_run_under_the_softmax(compiled: Any, tmp_path: Path):
 
 
 def test_nothing_is_read_before_the_kernel_in_front_has_ended(compiled: Any):
-    """Programmatic dependent launch: it may still be writing keys, or the map of tiles."""
+    """Programmatic dependent launch: those in front may still be writing lengths, queries and keys."""
     ptx = compiled.asm["ptx"]
     waits = ptx.index("griddepcontrol.wait")
     assert waits < ptx.index("griddepcontrol.launch_dependents")
