@@ -564,8 +564,8 @@ def test_lines_are_what_the_engine_imports(tmp_path):
     found = lines.reachable("stages.s01_forward.llm", tmp_path)
     assert {path.name for path in found} == {"llm.py", "layers.py", "__init__.py"}
     assert [lines.code_lines((stage / name).read_text(encoding="utf-8")) for name in ("llm.py", "layers.py")] == [6, 4]
-    kinds = [lines.kind_of(source) for source in ('"""Read later: x."""\n', '"""X."""\n', "import triton\n")]
-    assert kinds == ["read later", "to read", "kernels"]
+    sources = '"""Read later: x."""\n', '"""X."""\n', "import triton\n", "from triton.experimental import gluon\n"
+    assert [lines.kind_of(source) for source in sources] == ["read later", "to read", "kernels", "kernels"]
 
 
 def test_command_names_no_place_of_the_machine(monkeypatch, tmp_path):

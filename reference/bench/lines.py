@@ -8,6 +8,7 @@ others may say of themselves, in their first words, that they can be read later.
 import argparse
 import ast
 import io
+import re
 import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -68,7 +69,7 @@ def code_lines(source: str) -> int:
 
 def kind_of(source: str) -> str:
     """What a reader does with a file."""
-    if "import triton" in source:
+    if re.search(r"^(import|from) triton\b", source, re.MULTILINE):
         return "kernels"
     return "read later" if (ast.get_docstring(ast.parse(source)) or "").startswith("Read later") else "to read"
 
