@@ -57,7 +57,7 @@ def test_nothing_typed(settings):
     assert config.api.served_model_names == ("demo",)
     assert config.on_engine_death == "exit"
     wanted = {"device": "auto", "dtype": "auto", "swap_mb": 0, "prefix_cache": "radix", "graphs": True}
-    assert config.engine.options == wanted | {"capture": "start"}
+    assert config.engine.options == wanted | {"capture": "start", "common_prefix": True}
 
 
 def test_names_of_vllm(settings):
@@ -67,7 +67,7 @@ def test_names_of_vllm(settings):
     assert config.engine.options == {
         "device": "auto", "dtype": "float16", "swap_mb": 1536, "prefix_cache": "off", "graphs": False,
         "capture": "start", "memory_share": 0.8, "max_model_len": 99, "max_num_seqs": 5, "max_num_batched_tokens": 512,
-        "block_size": 32,
+        "block_size": 32, "common_prefix": True,
     }  # fmt: skip
     assert config.api.served_model_names == ("a", "b")
 
@@ -75,11 +75,12 @@ def test_names_of_vllm(settings):
 def test_own_names(settings):
     typed = "--kv-cache-mb 64 --speculative ngram --num-draft-tokens 3 --acceptance ratio --max-waiting 7 --dry-run"
     typed += " --request-timeout 9 --max-body-mb 1 --drain-seconds 2 --on-engine-death restart --text-process"
-    config = settings(*typed.split(), "--dry-run-step-ms", 4, "--prefix-cache", "chain", "--api-key", "k", "--compiled")
+    typed += " --compiled --no-common-prefix"
+    config = settings(*typed.split(), "--dry-run-step-ms", 4, "--prefix-cache", "chain", "--api-key", "k")
     guesses = {"speculative": "ngram", "num_draft_tokens": 3, "acceptance": "ratio"}
     assert (
         config.engine.options.items()
-        >= {**guesses, "kv_cache_mb": 64, "prefix_cache": "chain", "compiled": True}.items()
+        >= {**guesses, "kv_cache_mb": 64, "prefix_cache": "chain", "compiled": True, "common_prefix": False}.items()
     )
     assert (config.engine.dry_run, config.engine.dry_run_step_ms) == (True, 4)
     api = config.api
