@@ -74,9 +74,13 @@ def _row(cells: list[str]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Print the result that the command line names."""
     given = sys.argv[1:] if arguments is None else arguments
+    names = ", ".join(sorted(path.stem for path in RESULTS.glob("*.json"))) or "none yet"
+    usage = f"usage: python -m reference.bench.report NAME\nresults: {names}"
+    if given in (["-h"], ["--help"]):
+        print(usage)
+        return
     if len(given) != 1:
-        names = ", ".join(sorted(path.stem for path in RESULTS.glob("*.json"))) or "none yet"
-        sys.exit(f"usage: python -m reference.bench.report NAME\nresults: {names}")
+        sys.exit(usage)
     path = RESULTS / f"{given[0]}.json"
     if not path.is_file():
         sys.exit(f"there is no result {path.name} in reference/results")
