@@ -44,8 +44,7 @@ def run(case: ChunkCase, seed: int, sources: Mapping[str, str] = SOURCES, progra
 def test_equals_exact_attention(group, dim):
     """Whatever comes first. Two KV heads where they have one query head each."""
     case = replace(RAGGED, group=group, head_dim=dim, num_kv_heads=2 if group == 1 else 1)
-    for seed in range(2):
-        assert run(case, seed) <= ALLOWED[case.dtype]
+    assert run(case, seed=group + dim) <= ALLOWED[case.dtype]
 
 
 @given(
