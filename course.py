@@ -19,14 +19,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 LOG = VENV / "course-setup.log"
 STAMP = VENV / "course-setup.json"
+LOCK = ROOT / ".venv.lock"
 TORCH_RANGE = ((2, 11), (2, 15))  # as in pyproject.toml: at least, below
 QUESTION = "What is the capital of France? Answer in one sentence."
 
@@ -196,10 +199,56 @@ def install(extras: set[str], torch_index: str | None) -> None:
     """Make .venv and install what is missing. Returns at once when the stamp says that all is there."""
     if extras & {"dev", "notebooks"}:
         extras = extras | {"demo", "server"}  # as pyproject.toml has it
-    key = fingerprint()
-    done = json.loads(STAMP.read_text(encoding="utf-8")) if STAMP.exists() and PYTHON.exists() else {}
-    if done.get("key") == key and extras <= set(done["extras"]):
-        return
+    if missing(extras):
+        with alone():
+            if missing(extras):  # else another command has done it meanwhile
+                set_up(extras, torch_index)
+
+
+def stamp() -> dict[str, Any]:
+    """What was set up before."""
+    found: dict[str, Any] = json.loads(STAMP.read_text(encoding="utf-8")) if STAMP.exists() and PYTHON.exists() else {}
+    return found
+
+
+def missing(extras: set[str]) -> bool:
+    """Is there anything to install?"""
+    done = stamp()
+    return done.get("key") != fingerprint() or not extras <= set(done["extras"])
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Two commands at once must not install into the same environment: the second waits for the first."""
+    with LOCK.open("ab") as file:
+        if not take(file):
+            print(f"Another command is setting up {VENV.name}; this one waits for it.", flush=True)
+            while not take(file):
+                time.sleep(0.2)
+        yield
+
+
+def take(file: IO[bytes]) -> bool:
+    """The lock of an open file, unless another process has it; it is given back when the file is closed."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
+
+
+def set_up(extras: set[str], torch_index: str | None) -> None:
+    """Make .venv, or add to it."""
+    key, done = fingerprint(), stamp()
     before = set(done.get("extras", []))
     begin = time.perf_counter()
     if done.get("key") == key:
