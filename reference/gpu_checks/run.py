@@ -75,14 +75,9 @@ def many_row_cases() -> list[Check]:
 
 def chunk_cases(compiled: str) -> list[Check]:
     """Attention for chunks against exact attention: the cases that take the same compiled kernel."""
-    from stages.s07_cuda_graph.chunk_cases import ALLOWED
     from stages.s07_cuda_graph.chunk_gpu_cases import large_cases
 
-    return [
-        within(str(case), case.run("cuda"), ALLOWED[case.dtype], group=str(case.dtype).removeprefix("torch."))
-        for case in large_cases()
-        if case.compiled == compiled
-    ]
+    return exact([case for case in large_cases() if case.compiled == compiled])
 
 
 def chunk_repeats() -> list[Check]:
@@ -95,11 +90,18 @@ def chunk_repeats() -> list[Check]:
 
 def common_cases(part: int) -> list[Check]:
     """Attention that reads common keys once against exact attention: every `PARTS`-th case."""
-    from stages.s07_cuda_graph.common_cases import ALLOWED, large_cases, small_cases
+    from stages.s07_cuda_graph.common_cases import large_cases, small_cases
+
+    return exact([*small_cases(), *large_cases()][part::PARTS])
+
+
+def exact(cases: Sequence[Any]) -> list[Check]:
+    """Cases of stage 07's attention: each says how far it is from exact attention."""
+    from stages.s07_cuda_graph.chunk_cases import ALLOWED
 
     return [
         within(str(case), case.run("cuda"), ALLOWED[case.dtype], group=str(case.dtype).removeprefix("torch."))
-        for case in [*small_cases(), *large_cases()][part::PARTS]
+        for case in cases
     ]
 
 

@@ -169,7 +169,7 @@ def paged_attention(
     and replayed with other contents of the same tensors, as long as no row has more queries than the plan's.
     """
     check_attention(q, k_cache, v_cache, block_table, seq_lens, cu_q)
-    num_tokens, num_heads, head_dim = q.shape
+    num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
     shape = AttentionShape(num_heads, num_kv_heads, head_dim, block_size, k_cache.element_size())
     if plan.num_rows != seq_lens.shape[0] or plan.shape != shape:

@@ -15,8 +15,6 @@ from stages.s03_paged_kv.tile_sizes import next_power_of_2
 from stages.s07_cuda_graph.padded_plan import padded_plan
 from stages.s07_cuda_graph.step_inputs import StepInputs, StepSize, longest_first
 
-ALLOWED = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-
 
 @dataclass(frozen=True)
 class CommonCase:

@@ -37,7 +37,7 @@ def few_attention(
     All but qkv is read before the kernel in front has ended, so an ordinary launch must lie between what writes it and
     this: in `forward_few` the embedding. Raises ValueError for what does not fit.
     """
-    from stages.s03_paged_kv.kernel import LOG2_E
+    from stages.s03_paged_kv.kernel import LOG2_E, precision, split_results
     from stages.s03_paged_kv.merge_kernel import merge_splits
     from stages.s03_paged_kv.store_kv import launch_options
     from stages.s07_cuda_graph.few_attention_kernel import few_attention_kernel
@@ -50,10 +50,7 @@ def few_attention(
     launch = pick_launch(rows, queries, q_heads, kv_heads, dim_pad * keys.element_size(), longest)
     sizes, splits = launch.sizes, launch.num_splits
     out = torch.empty(tokens, q_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    partial = lse = out
-    if splits > 1:
-        partial = torch.empty(tokens, q_heads, splits, head_dim, dtype=torch.float32, device=qkv.device)
-        lse = torch.empty(tokens, q_heads, splits, dtype=torch.float32, device=qkv.device)
+    partial, lse = split_results(out, splits) if splits > 1 else (out, out)
     q_gain, k_gain = norms or (qkv, qkv)
     few_attention_kernel[(kv_heads, rows, splits)](
         qkv, q_gain, k_gain, *angles, positions, ctx.slots, ctx.cu_q, keys, values, ctx.block_table, partial, lse,
@@ -61,9 +58,7 @@ def few_attention(
         QUERIES=queries, Q_HEADS=q_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim,
         DIM_PAD=dim_pad, BLOCK_SIZE=block_size, BLOCK_M=sizes.block_m,
         BLOCK_N=sizes.block_n, NEW=max(16, next_power_of_2(queries)), SPLITS=splits, NORM=norms is not None,
-        PRECISION="tf32x3" if qkv.dtype == torch.float32 else "tf32",
-        num_warps=sizes.num_warps,
-        num_stages=sizes.num_stages, **options,
+        PRECISION=precision(qkv.dtype), num_warps=sizes.num_warps, num_stages=sizes.num_stages, **options,
     )  # fmt: skip
     if splits > 1:
         merge_splits(out, partial, lse, ctx.cu_q, launch)

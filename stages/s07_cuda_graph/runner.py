@@ -99,10 +99,7 @@ class GraphRunner:
             return self.launch(plan, slots, queries)
         size = captured.inputs.size
         same = size.decode and self.sent.get(size) == (slots, common)
-        packed = None if same else self.pack(plan, slots, size)
-        if packed is not None and size.common:
-            packed = np.append(packed, np.int32(common))
-        self.send(captured.inputs, packed)
+        self.send(captured.inputs, None if same else self.pack(plan, slots, size, common))
         self.sent[size] = slots, common
         return graphs.replay(captured)
 
@@ -119,9 +116,9 @@ class GraphRunner:
         """1 if every row is one token that samples, else 0; see `StepSize`."""
         return int(isinstance(plan, GroupPlan) or all(row.samples and row.span.num_new == 1 for row in plan.rows))
 
-    def pack(self, plan: Plan, slots: list[int], size: StepSize) -> np.ndarray:
+    def pack(self, plan: Plan, slots: list[int], size: StepSize, common: int = 0) -> np.ndarray:
         """The plan as a step's inputs."""
-        return pack(plan, slots, size)
+        return pack(plan, slots, size, common)
 
     def handle(self, plan: Plan, slots: list[int], outputs: StepOutputs) -> StepHandle:
         """Send the tokens [R] on their way to the host."""

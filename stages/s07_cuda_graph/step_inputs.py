@@ -62,20 +62,22 @@ class StepInputs:
         self.block_table = torch.zeros(R, blocks_per_row, dtype=torch.int32, device=device)
 
 
-def pack(plan: Plan, slots: list[int], size: StepSize) -> np.ndarray:
+def pack(plan: Plan, slots: list[int], size: StepSize, common: int = 0) -> np.ndarray:
     """A plan as `StepInputs.packed`, int32: its parts, in order of the views, as long as the size says.
 
     Padding rows sit in the dummy slot; padding tokens belong to the first of them, so a step with fewer tokens than its
     size needs one. A row that samples with one token takes it from the device (`ON_DEVICE`); the ids of all others are
     the host's. `sample_slots`: the slot of a row that samples, else the dummy; an entry per row, or, if `size.queries`
-    is set, one for each of its tokens. `decode_tiles` and `tile_maps` make what comes last.
+    is set, one for each of its tokens. `decode_tiles` and `tile_maps` make what comes then. Where the size has room for
+    it, `common` comes last.
     """
     T, R, rows = size.tokens, size.rows, plan.rows
     padded = np.full(R, DUMMY_SLOT, np.int32)
     padded[: len(rows)] = slots
     if size.decode:
         cu_q, ids = np.arange(R + 1, dtype=np.int32), np.full(T, ON_DEVICE, np.int32)
-        return np.concatenate((padded, cu_q, padded, ids, decode_tiles(plan, R).ravel()))
+        blocks = np.full(int(size.common), common, np.int32)
+        return np.concatenate((padded, cu_q, padded, ids, decode_tiles(plan, R).ravel(), blocks))
     cu_q = np.full(R + 1, T, np.int32)
     cu_q[: len(rows) + 1] = np.cumsum([0, *(row.span.num_new for row in rows)])
     ids, sampling = np.zeros(T, np.int32), np.full(size.samples, DUMMY_SLOT, np.int32)

@@ -18,7 +18,8 @@ from stages.s04_continuous_batching.plan import Plan
 from stages.s06_prefix_cache.llm import LLM as Eager
 from stages.s07_cuda_graph import common_prefix
 from stages.s07_cuda_graph.beforehand import beforehand
-from stages.s07_cuda_graph.common_cases import ALLOWED, CommonCase, large_cases, small_cases
+from stages.s07_cuda_graph.chunk_cases import ALLOWED
+from stages.s07_cuda_graph.common_cases import CommonCase, large_cases, small_cases
 from stages.s07_cuda_graph.common_prefix import LEAST_KEYS, LEAST_ROWS, MANY_ROWS, common_blocks, common_lead
 from stages.s07_cuda_graph.fuzz_state import StateFuzz
 from stages.s07_cuda_graph.graphs import decode_size, decode_sizes

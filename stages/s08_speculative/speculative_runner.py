@@ -50,9 +50,9 @@ class SpeculativeRunner(GraphRunner):
         """A step with guesses has room for the most of them in every row: one graph for a number of rows."""
         return 1 + self.most if plan.has_drafts else super().queries(plan)
 
-    def pack(self, plan: Plan, slots: list[int], size: StepSize) -> np.ndarray:
+    def pack(self, plan: Plan, slots: list[int], size: StepSize, common: int = 0) -> np.ndarray:
         """As before; rows that the device's sampler cannot verify sample nothing there."""
-        packed = super().pack(plan, slots, size)
+        packed = super().pack(plan, slots, size, common)
         if size.queries > 1:
             first = 2 * size.rows + 1  # of the sampling slots: behind the rows' slots and `cu_q`
             for row, start, end in spans(plan):
