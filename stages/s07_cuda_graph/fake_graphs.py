@@ -44,6 +44,7 @@ class Replay:
         step.step_ops.fill(inputs, step.state, step.shape.block_size)
         seq_lens, q_lens = inputs.seq_lens.tolist(), inputs.cu_q.diff().tolist()
         rows = len([length for length in seq_lens if length])  # padding comes after all others
+        assert not inputs.size.only_chunks or min(q_lens[:rows]) > 1, "no launch has rows of one token there"
         if inputs.size.common:  # the kernel finds these keys by the first row, and every row has others
             lead = int(inputs.common)
             assert lead * step.shape.block_size < min(seq_lens[:rows])

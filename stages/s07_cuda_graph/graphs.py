@@ -48,7 +48,7 @@ def rows_beside(tokens: int, buckets: list[int]) -> list[int]:
 def graphs_bytes(max_num_seqs: int, max_num_tokens: int) -> int:
     """Device memory of all graphs but for their tensors."""
     tokens, rows = mixed_buckets(max_num_seqs, max_num_tokens)
-    mixed = sum(len(rows_beside(each, rows)) for each in tokens)
+    mixed = sum(len(rows_beside(each, rows)) for each in tokens) + sum(each > MANY_TOKENS for each in tokens)
     return GRAPH_BYTES * (len(decode_sizes(decode_buckets(max_num_seqs))) + mixed)
 
 
@@ -112,7 +112,9 @@ class Graphs:
             return None
         buckets = rows_beside(padded, self.mixed_rows)
         room = buckets[bisect_left(buckets, rows + 1)]
-        return mixed_size(padded, room, self.step.shape, self.longest, self.chunks)
+        size = mixed_size(padded, room, self.step.shape, self.longest, self.chunks)
+        alone = size.chunks and room == buckets[0] and all(row.span.num_new > 1 for row in plan.rows)
+        return replace(size, only_chunks=alone)
 
     def get(self, size: StepSize) -> Captured | None:
         """The graph for a step of this size; None, and the reason is counted, if there is none.
@@ -162,7 +164,8 @@ class Graphs:
         for tokens in self.mixed_tokens:
             beside = rows_beside(tokens, self.mixed_rows)
             rows = [rows for rows in beside if rows <= tokens or rows == beside[0]]
-            sizes += [mixed_size(tokens, each, self.step.shape, self.longest, self.chunks) for each in rows]
+            mixed = [mixed_size(tokens, each, self.step.shape, self.longest, self.chunks) for each in rows]
+            sizes += [*mixed, *(replace(size, only_chunks=True) for size in mixed[:1] if size.chunks)]
         for size in sorted(sizes, key=lambda size: (-size.tokens, -size.rows)):
             self.prepare(size)
 

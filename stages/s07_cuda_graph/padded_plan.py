@@ -18,7 +18,7 @@ COMMON_SPLITS = 8  # at most: each leaves D numbers in fp32 for every row and he
 
 @dataclass(frozen=True)
 class ChunkPlan(KernelPlan):
-    """Rows of one token as ever; `chunks`, the others, by `chunk_tiles.chunk_attention`."""
+    """Rows of one token as ever, if there may be any; `chunks`, the others, by `chunk_tiles.chunk_attention`."""
 
     chunks: Launch
 
@@ -62,7 +62,7 @@ def padded_plan(inputs: StepInputs, shape: AttentionShape, longest: int) -> Kern
         return common_plan(inputs, shape, longest)
     all_at_once = size.queries and size.rows * shape.num_kv_heads <= PROCESSORS
     tile_map = None if all_at_once else inputs.short_map
-    launches = [short_launch(size.rows, queries, tile_map, shape, longest)]
+    launches = [] if size.only_chunks else [short_launch(size.rows, queries, tile_map, shape, longest)]
     if size.chunks:
         tiles = CHUNK_TILES[size.queries_per_tile]
         chunks = Launch(tiles, size.long_tiles, size.queries_per_tile, inputs.long_map, longest, 1)

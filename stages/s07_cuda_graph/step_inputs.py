@@ -22,7 +22,8 @@ class StepSize:
     queries: no row has more tokens, and all of them sample: 1 in a decode step, more where guesses are verified (stage
     08). 0: rows have any number of tokens, and sample after their last. long_tiles: then, room for the attention tiles
     of rows with several tokens, each of `queries_per_tile`; 0 where the attention plan is made anew for every step.
-    chunks: a kernel for chunks takes them. common: in a decode step, `common_kernel` takes what all rows begin with.
+    chunks: a kernel for chunks takes them; only_chunks: there are no other rows. common: in a decode step,
+    `common_kernel` takes what all rows begin with.
     """
 
     tokens: int
@@ -31,6 +32,7 @@ class StepSize:
     long_tiles: int = 0
     queries_per_tile: int = 1
     chunks: bool = False
+    only_chunks: bool = False
     common: bool = False
 
     @property

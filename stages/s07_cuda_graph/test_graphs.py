@@ -4,6 +4,7 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,11 +12,15 @@ import torch
 from stages.s01_forward.sampling_params import SamplingParams
 from stages.s04_continuous_batching.plan import Plan
 from stages.s06_prefix_cache.llm import LLM as Eager
+from stages.s07_cuda_graph import padded_plan
+from stages.s07_cuda_graph.chunk_tiles import TRITON_TILES
 from stages.s07_cuda_graph.fake_graphs import FakeGraphs
 from stages.s07_cuda_graph.graphs import GRAPH_BYTES, MIXED_TOKENS, decode_buckets, graphs_bytes, rows_beside
 from stages.s07_cuda_graph.llm import LLM
-from stages.s07_cuda_graph.step_inputs import StepSize
+from stages.s07_cuda_graph.step_inputs import StepInputs, StepSize
 from tests.fixtures import each_family
+
+CPU = torch.device("cpu")
 
 
 def engine(folder: Path, **options: Any) -> LLM:
@@ -179,7 +184,24 @@ class TestSizes:
         """Those of rows that begin alike, too; and hardly for more."""
         graphs = engine(tiny("qwen2"), max_num_seqs=seqs, max_num_batched_tokens=tokens).engine.runner.graphs
         graphs.capture_all()
-        assert len(graphs.captured) <= graphs_bytes(seqs, tokens) / GRAPH_BYTES < 1.1 * len(graphs.captured)
+        assert len(graphs.captured) <= graphs_bytes(seqs, tokens) / GRAPH_BYTES < 1.2 * len(graphs.captured)
+
+
+def test_a_step_of_chunks_alone_has_no_launch_for_rows_of_one_token(tiny):
+    """As long as its rows are few: else it takes the usual graph. On a CPU tiles of chunks are only counted."""
+    with patch.object(padded_plan, "LEAST_QUERIES", 1):
+        llm = engine(tiny("qwen2"), max_num_seqs=20, max_num_batched_tokens=48)
+        graphs, shape = llm.engine.runner.graphs, llm.engine.runner.step.shape
+        graphs.chunks = TRITON_TILES
+        sizes = {counts: graphs.size_of(plan_of(*counts), 0) for counts in ((20, 5), (20, 1), (2, 2, 2, 2), (5,) * 5)}
+        assert [size.only_chunks for size in sizes.values()] == [True, False, False, False]
+        launches = [padded_plan.padded_plan(StepInputs(size, 16, CPU), shape, 64).launches for size in sizes.values()]
+        assert [len(each) for each in launches] == [0, 1, 1, 1]
+        prompts = [list(range(3, 3 + n)) for n in (40, 22, 1, 9, 30, 2, 17)]
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
+        wanted = Eager(tiny("qwen2"), device="cpu", dtype="float32").generate(prompts, params)
+        assert ids(llm.generate(prompts, params)) == ids(wanted)
+        assert {size.only_chunks for size in graphs.captured if size.chunks} == {True, False}
 
 
 @each_family
