@@ -151,11 +151,11 @@ def _multiply(HALF: gl.constexpr, tiles, full, empty, work, out_ptr, scale):
     HEAD_DIM: gl.constexpr = q_tiles.shape[2]
     num_heads, group = work[4], work[5]
     items, number = 0, 0  # as the loading warp counts them
-    index = gl.program_id(0)
-    item = read_item(index, work)
+    turn = 0
+    item = read_item(turn, work)
     while item[0] >= 0:
-        index += gl.num_programs(0)
-        following = read_item(index, work)
+        turn += 1
+        following = read_item(turn, work)
         _, first, head, start, queries, old = item
         kv_head, paired, old_tiles, n = key_tiles(first, head, queries, old, group, BLOCK_M, BLOCK_N)
         if n > 0:

@@ -6,9 +6,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 
 @gluon.jit
-def read_item(index, work):
+def read_item(turn, work):
     """Row of an item (-1: there are no more), its first query, head; the row's first token, queries, older keys."""
     tile_map_ptr, cu_q_ptr, seq_lens_ptr, num_tiles, num_heads, _ = work
+    # Tiles come in order of their keys. So every other turn goes backwards: who had the longest gets the shortest.
+    place, programs = gl.program_id(0), gl.num_programs(0)
+    index = turn * programs + gl.where(turn & 1 == 0, place, programs - 1 - place)
     tile = gl.minimum(index // num_heads, num_tiles - 1)
     row = gl.load(tile_map_ptr + tile)
     first = gl.load(tile_map_ptr + num_tiles + tile)
@@ -79,11 +82,11 @@ def load(
     BLOCK_N: gl.constexpr = k_tiles.shape[1]
     group = work[5]
     items, number = 0, 0  # so far: items with something to do; tiles of keys
-    index = gl.program_id(0)
-    item = read_item(index, work)
+    turn = 0
+    item = read_item(turn, work)
     while item[0] >= 0:
-        index += gl.num_programs(0)
-        following = read_item(index, work)  # on its way while this one is worked on
+        turn += 1
+        following = read_item(turn, work)  # on its way while this one is worked on
         row, first, head, start, queries, old = item
         kv_head, paired, old_tiles, n = key_tiles(first, head, queries, old, group, BLOCK_M, BLOCK_N)
         if n > 0:

@@ -163,7 +163,7 @@ MUTATIONS = {  # what is broken: the source, the source instead, and what is to 
         "(stage * PAGES + page) * PANELS + panel",
         "wrong by",
     ),
-    "always the same item": ("index += gl.num_programs(0)", "index += 0", "no end after"),
+    "always the same item": ("turn += 1", "turn += 0", "no end after"),
 }
 
 
