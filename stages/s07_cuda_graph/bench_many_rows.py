@@ -1,4 +1,4 @@
-"""`python -m stages.s07_cuda_graph.bench_many_rows`: a whole decode step of 24 to 256 rows, three ways round.
+"""`python -m stages.s07_cuda_graph.bench_many_rows`: a whole decode step of 24 to 512 rows, three ways round.
 
 Embedding to logits in one CUDA graph, random weights of the real shapes, 512 keys a row. The graphs are replayed in
 turns, so that clocks and heat are the same for all: as the model says it; with what lies between the QKV product and
@@ -18,7 +18,7 @@ from stages.s03_paged_kv.kernel_workloads import record
 from stages.s07_cuda_graph import many_rows
 from stages.s07_cuda_graph.bench_few_rows import KEYS, make_context, measure
 
-ROWS = (24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+ROWS = (24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 TURNS, REPLAYS = 7, 5
 
 

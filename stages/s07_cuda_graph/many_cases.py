@@ -72,12 +72,12 @@ def small_cases() -> Iterator[PartsCase | ManyCase]:
 
 
 def large_cases() -> Iterator[PartsCase | ManyCase]:
-    """Two layers of each benchmark model, 17 to 256 rows."""
+    """Two layers of each benchmark model, 17 to 380 rows."""
     for name in SHAPES:
         config = config_of(name)
         hidden = config.hidden_size
         yield PartsCase(2, 200, hidden, torch.bfloat16)
-        for lens in ((9, 0, 16, 200) * 4 + (5,), (30, 1, 12, 8) * 25, (1, 64) * 128):
+        for lens in ((9, 0, 16, 200) * 4 + (5,), (30, 1, 12, 8) * 25, (1, 64) * 128, (1, 9) * 190):
             for dtype in (torch.bfloat16, torch.float32) if hidden < 3584 else (torch.bfloat16,):
                 yield ManyCase(ModelCase(name, config, lens, dtype))
 

@@ -67,7 +67,7 @@ def test_few_rows_first_and_then_many(monkeypatch):
     model = Model(TINY, device="meta")
     assert ways(model) == ()
     monkeypatch.setattr(few_rows, "supports", lambda model: None)
-    assert [(way.forward, way.most) for way in ways(model)] == [(few_rows.forward_few, 1), (forward_many, 256)]
+    assert [(way.forward, way.most) for way in ways(model)] == [(few_rows.forward_few, 1), (forward_many, 384)]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
