@@ -2,8 +2,8 @@
 
 For products of many rows cuBLAS has kernels whose processors take one tile after another by a counter, which lies in
 that memory and is cleared by a memset before each launch. Without, it takes the same kernels with their tiles dealt out
-beforehand: on an H200 some per cent faster with 4,096 rows and more, and from 16 rows to 256 nowhere 2 % slower (lesson
-07b). What it costs between 256 and 4,096 rows, where sums may be divided over processors, was not measured by itself.
+beforehand: on an H200 1 or 2 % faster in the smaller models; in the 7B some sizes are faster and some slower, and
+320 rows were so much slower that `many_rows.py` mends it (lesson 07b).
 """
 
 from __future__ import annotations
