@@ -17,6 +17,7 @@ from stages.s03_paged_kv.attention_plan import AttentionShape
 from stages.s03_paged_kv.ops import PagedOps, paged_ops
 from stages.s03_paged_kv.paged_cache import PagedCache
 from stages.s04_continuous_batching.engine import Engine
+from stages.s04_continuous_batching.interrupts import held_back
 from stages.s04_continuous_batching.memory import kv_budget_mb
 from stages.s04_continuous_batching.request import Request
 from stages.s04_continuous_batching.runner import Runner
@@ -120,7 +121,8 @@ class LLM(BaseLLM):
         mine: list[Request] = []
         try:
             for request in requests:
-                mine += self.add(request, inbox)
+                with held_back():
+                    mine += self.add(request, inbox)
             while inbox or any(entry.state != "finished" for entry in mine):
                 if inbox:
                     event = inbox.popleft()
@@ -129,25 +131,30 @@ class LLM(BaseLLM):
                 else:
                     self.step()
         finally:
-            for entry in mine:
-                self.engine.abort(entry)
-                del self.inboxes[entry]
-                if entry.generation.index == 0:
-                    request = requests[entry.generation.request]
-                    request.num_cached_tokens = entry.num_cached_tokens
-                    if request.params.prompt_logprobs is not None and not entry.needs_prompt_logits:
-                        request.prompt_logprobs = entry.prompt_logprobs
+            with held_back():
+                for entry in mine:
+                    self.forget(entry, requests[entry.generation.request])
+
+    def forget(self, entry: Request, request: PromptRequest) -> None:
+        """End an answer that nobody waits for any longer; what it learned of its prompt goes to the caller."""
+        self.engine.abort(entry)
+        del self.inboxes[entry]
+        if entry.generation.index == 0:
+            request.num_cached_tokens = entry.num_cached_tokens
+            if request.params.prompt_logprobs is not None and not entry.needs_prompt_logits:
+                request.prompt_logprobs = entry.prompt_logprobs
 
     def step(self) -> None:
         """Step the engine; each event goes to the inbox of its stream. An error is raised in this stream only."""
-        try:
-            events = self.engine.step()
-        except BaseException:
-            events = self.engine.failed
-            raise
-        finally:
-            for entry, event in events:
-                self.inboxes[entry].append(event)
+        with held_back():
+            try:
+                events = self.engine.step()
+            except BaseException:
+                events = self.engine.failed
+                raise
+            finally:
+                for entry, event in events:
+                    self.inboxes[entry].append(event)
 
     def add(self, request: PromptRequest, inbox: deque[TokenEvent]) -> list[Request]:
         """Queue the answers to one prompt; the first computes the prompt, the others share it."""

@@ -1,6 +1,14 @@
 """The engine with a model: the same answers whoever is beside them and however often they step back; nothing leaks."""
 
+import itertools
+import signal
+import sys
+import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,6 +21,7 @@ from stages.s01_forward.sampling_params import SamplingParams
 from stages.s02_kv_cache.kv_store import kv_bytes_per_token
 from stages.s02_kv_cache.recorder import recorded_steps
 from stages.s03_paged_kv.llm import LLM as Waves
+from stages.s04_continuous_batching.interrupts import held_back
 from stages.s04_continuous_batching.llm import LLM
 from stages.s04_continuous_batching.plan import Plan
 from stages.s04_continuous_batching.scheduler import Step
@@ -341,6 +350,64 @@ def test_every_answer_of_a_failed_step_is_told(error, tiny):
     assert [event.token_id for event in inbox] == llm.generate([[7] * 5], LONG)[0].token_ids
     del llm.inboxes[entry]
     assert all_free(llm)
+
+
+BOOKS = ("scheduler.py", "block_pool.py", "paged_cache.py", "swap.py", "llm.py")
+
+
+@contextmanager
+def ctrl_c_at(line: int) -> Iterator[None]:
+    """Presses it once, when so many lines of the books have run."""
+    lines = itertools.count(1)
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if Path(frame.f_code.co_filename).name not in BOOKS:
+            return None
+        if event == "line" and next(lines) == line:
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("line", [*range(20, 400, 19), *range(400, 4000, 173)])
+def test_ctrl_c_leaves_the_books_whole(line, tiny):
+    """Wherever it comes: in the middle of a step it waits for its end. Rows step back, and go out to the host."""
+    llm = engine(tiny("qwen2"), blocks=16, swap=8)
+    params = SamplingParams(max_tokens=12, n=2, temperature=1.0, seed=1, ignore_eos=True)
+    with pytest.raises(KeyboardInterrupt), ctrl_c_at(line):
+        llm.generate([[5] * 20, [6] * 30], params)
+    assert all_free(llm)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_is_not_held_back():
+    reached = []
+    with pytest.raises(KeyboardInterrupt), held_back():
+        signal.raise_signal(signal.SIGINT)
+        reached.append("behind the first")
+        signal.raise_signal(signal.SIGINT)
+        reached.append("behind the second")
+    assert reached == ["behind the first"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_outside_of_the_main_thread_nothing_is_held_back():
+    handlers = []
+
+    def work() -> None:
+        with held_back():
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.default_int_handler]
 
 
 def test_what_was_on_its_way_to_host_memory_is_computed_again(tiny):

@@ -12,6 +12,7 @@ from stages.s01_forward.frontend import Params
 from stages.s01_forward.inputs import Prompt, PromptRequest
 from stages.s01_forward.outputs import RequestOutput, TokenEvent
 from stages.s01_forward.progress import show_progress
+from stages.s04_continuous_batching.interrupts import held_back
 from stages.s08_speculative.llm import LLM as SpeculativeLLM
 from stages.s09_server.answers import Answers, add_message
 from stages.s09_server.constraint import Grammars
@@ -67,9 +68,10 @@ class LLM(SpeculativeLLM):
         try:
             for number, request in enumerate(requests):
                 message = add_message(request, self.next_number, stream, grammar)
-                names += [(number, index) for index in range(len(request.generations))]
-                self.next_number += len(request.generations)
-                self.send(self.answers.add(message, request.generations))
+                with held_back():
+                    names += [(number, index) for index in range(len(request.generations))]
+                    self.next_number += len(request.generations)
+                    self.send(self.answers.add(message, request.generations))
             left = len(names)
             while left:
                 while not news:
@@ -79,8 +81,9 @@ class LLM(SpeculativeLLM):
                 yield from token_events(event, requests, *names[event.answer])
         finally:
             gc.unfreeze()
-            del self.news[stream]
-            self.send(Abort(self.answers.drop(range(stream, stream + len(names)))))
+            with held_back():
+                del self.news[stream]
+                self.send(Abort(self.answers.drop(range(stream, stream + len(names)))))
 
     def send(self, message: ToEngine) -> None:
         """As over a socket."""
@@ -88,12 +91,13 @@ class LLM(SpeculativeLLM):
 
     def step(self) -> None:
         """One step, and its news to whom they concern."""
-        step = decode_from_engine(encode(self.loop.step()))
-        assert isinstance(step, Step)
-        events, surplus = self.answers.take(step)
-        self.send(Abort(surplus))
-        for event in events:
-            self.news[event.stream].append(event)
+        with held_back():
+            step = decode_from_engine(encode(self.loop.step()))
+            assert isinstance(step, Step)
+            events, surplus = self.answers.take(step)
+            self.send(Abort(surplus))
+            for event in events:
+                self.news[event.stream].append(event)
 
 
 def token_events(event: AnswerEvent, requests: Rows[PromptRequest], number: int, index: int) -> Iterator[TokenEvent]:
