@@ -35,13 +35,13 @@ def _norm_kernel(op: str) -> Callable[..., Any]:
 SMALL = {"chunk": 256, "tile": 256, "candidates": 64}  # many chunks and tiles, and more logits than there is room for
 
 
-def run_sample(case: Case, **sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token ids [N] that the sampling kernels choose, and the history [S, V] afterwards."""
+def run_sample(case: Case, **sizes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The token ids [N] that the sampling kernels choose, and history [S, V] and logits [N, V] afterwards."""
     from stages.s07_cuda_graph.row_kernel import Sizes
     from stages.s07_cuda_graph.sample_kernel import sample_rows
 
     case = copy.deepcopy(case)  # tensors from another process are shared with it
-    return sample_rows(*case.inputs, Sizes(**(SMALL | sizes))), case.columns.history
+    return sample_rows(*case.inputs, Sizes(**(SMALL | sizes))), case.columns.history, case.logits
 
 
 def run_filter(case: Case, **sizes: int) -> tuple[torch.Tensor, torch.Tensor]:

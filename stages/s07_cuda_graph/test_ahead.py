@@ -10,9 +10,11 @@ from stages.s04_continuous_batching.scheduler import Step
 from stages.s04_continuous_batching.swap import SwapSpace
 from stages.s06_prefix_cache.prefix_cache import PrefixCache
 from stages.s07_cuda_graph.ahead_scheduler import PENDING, AheadScheduler
+from stages.s07_cuda_graph.beforehand import beforehand
 from stages.s07_cuda_graph.fuzz_ahead import AheadFuzz
 from stages.s07_cuda_graph.steady_scheduler import SteadyScheduler
 
+pytest_plugins = ["stages.s07_cuda_graph.beforehand"]
 EOS = 2
 
 
@@ -39,10 +41,10 @@ def give(scheduler: AheadScheduler, plan: Plan, *tokens: int | None) -> list[tup
     return [(request.id, event.token_id, event.finish_reason) for request, event in events]
 
 
-def test_random_loads():
+@beforehand(lambda: (AheadFuzz(seed=7).run, 10_000))
+def test_random_loads(answer):
     """10,000 steps; a million by the module's own command."""
-    done = AheadFuzz(seed=7).run(10_000)
-    assert done["step"] >= 10_000
+    assert answer["step"] >= 10_000
     for kind in (
         "step ahead",
         "group",
@@ -54,9 +56,9 @@ def test_random_loads():
         "copy",
         "hit token",
     ):
-        assert done[kind] > 50, kind
+        assert answer[kind] > 50, kind
     for kind in ("stop", "length", "error", "chunk of one", "mixed step", "refused"):
-        assert done[kind] > 5, kind
+        assert answer[kind] > 5, kind
 
 
 def test_a_step_is_planned_before_the_last_one_is_told():

@@ -1,7 +1,6 @@
 """Attention for chunks against exact attention, in Triton's interpreter, and when the engine asks for it."""
 
 import importlib.util
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -11,12 +10,14 @@ import torch
 
 from stages.s03_paged_kv.tile_sizes import AttentionShape
 from stages.s07_cuda_graph import chunk_tiles
+from stages.s07_cuda_graph.beforehand import beforehand
 from stages.s07_cuda_graph.chunk_cases import ALLOWED, ChunkCase, small_cases
 from stages.s07_cuda_graph.chunk_gpu_cases import LAUNCHES, large_cases, racing_cases
 from stages.s07_cuda_graph.chunk_tiles import HOPPER_TILES, TRITON_TILES
 from stages.s07_cuda_graph.padded_plan import ChunkPlan, mixed_size, padded_plan
 from stages.s07_cuda_graph.step_inputs import StepInputs
 
+pytest_plugins = ["stages.s07_cuda_graph.beforehand"]
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton has no package for this platform"
 )
@@ -24,9 +25,10 @@ QWEN3 = AttentionShape(16, 8, 128, 16, 2)
 
 
 @needs_triton
+@beforehand(lambda case: (case.run,))
 @pytest.mark.parametrize("case", list(small_cases()), ids=str)
-def test_equals_exact_attention(interpreted: ProcessPoolExecutor, case: ChunkCase):
-    assert interpreted.submit(case.run).result() <= ALLOWED[case.dtype]
+def test_equals_exact_attention(answer: float, case: ChunkCase):
+    assert answer <= ALLOWED[case.dtype]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -1,8 +1,8 @@
 """The kernels for few rows in Triton's interpreter and, there, on a GPU: exact products, and the model's own result."""
 
 import importlib.util
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -23,11 +23,6 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def pool(interpreted: ProcessPoolExecutor) -> ProcessPoolExecutor:
-    return interpreted
-
-
 @needs_triton
 @beforehand(lambda case: (case_error, case))
 @pytest.mark.parametrize("case", [*small_cases(), *attention_cases()], ids=str)
@@ -42,33 +37,53 @@ def test_forward_equals_the_models(answer, case):
     assert answer <= ALLOWED_MODEL[case.dtype]
 
 
+def randoms(*shapes: tuple[int, int]) -> list[torch.Tensor]:
+    """The same for the same shapes."""
+    rng = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=rng) for shape in shapes]
+
+
 @needs_triton
+@beforehand(
+    lambda rows, tile: (
+        partial(run_skinny_linear, tile=tile, glu=True, norm_weight=torch.ones(300)),
+        *randoms((rows, 300), (10, 300)),
+    )
+)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("tile", [Tile(2, 64, 1), Tile(16, 64, 2), Tile(8, 512, 8)])
-def test_any_tile_gives_the_same_answer(pool, rows, tile):
+def test_any_tile_gives_the_same_answer(answer, rows, tile):
     """From a chunk that holds every column to chunks that were not all asked for early."""
-    x, weight = torch.randn(rows, 300), torch.randn(10, 300)
-    out = pool.submit(run_skinny_linear, x, weight, tile=tile, glu=True, norm_weight=torch.ones(300)).result()
+    x, weight = randoms((rows, 300), (10, 300))
     gate, up = (torch.nn.functional.rms_norm(x, (300,)) @ weight.T).chunk(2, 1)
-    torch.testing.assert_close(out, torch.nn.functional.silu(gate) * up, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(answer, torch.nn.functional.silu(gate) * up, atol=1e-4, rtol=1e-4)
 
 
-@needs_triton
-def test_a_row_depends_on_no_neighbour(pool):
-    """Not one bit, and not on how many there are, as long as the same kernel serves them."""
-    x, weight, gain = torch.randn(8, 200), torch.randn(33, 200), torch.ones(200)
-    whole = pool.submit(run_skinny_linear, x, weight, norm_weight=gain).result()
+def among_neighbours() -> list[torch.Tensor]:
+    """The first three of eight rows, among these and among others."""
+    x, weight = randoms((8, 200), (33, 200))
     other = torch.cat((x[:3], torch.full((3, 200), 1e30)))
-    assert torch.equal(pool.submit(run_skinny_linear, other, weight, norm_weight=gain).result()[:3], whole[:3])
+    return [run_skinny_linear(rows, weight, norm_weight=torch.ones(200))[:3] for rows in (x, other)]
 
 
 @needs_triton
-def test_large_values_in_half_precision(pool):
+@beforehand(lambda: (among_neighbours,))
+def test_a_row_depends_on_no_neighbour(answer):
+    """Not one bit, and not on how many there are, as long as the same kernel serves them."""
+    whole, other = answer
+    assert torch.equal(other, whole)
+
+
+def large() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full((2, 64), 6e4).half(), randoms((16, 64))[0].half()
+
+
+@needs_triton
+@beforehand(lambda: (partial(run_skinny_linear, norm_weight=torch.full((64,), 8.0).half()), *large()))
+def test_large_values_in_half_precision(answer):
     """x times the norm's weight exceeds float16, the norm of x does not."""
-    x, weight = torch.full((2, 64), 6e4).half(), torch.randn(16, 64).half()
-    out = pool.submit(run_skinny_linear, x, weight, norm_weight=torch.full((64,), 8.0).half()).result()
-    expected = torch.full((2, 64), 8.0) @ weight.float().T
-    torch.testing.assert_close(out.float(), expected, atol=0.1, rtol=1e-2)
+    expected = torch.full((2, 64), 8.0) @ large()[1].float().T
+    torch.testing.assert_close(answer.float(), expected, atol=0.1, rtol=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 from stages.s03_paged_kv.tile_sizes import TileSizes
 from stages.s07_cuda_graph import chunk_cases, fake_gluon, fake_warps
+from stages.s07_cuda_graph.beforehand import beforehand
 from stages.s07_cuda_graph.chunk_cases import ALLOWED, ChunkCase
 from stages.s07_cuda_graph.chunk_tiles import HOPPER_TILES
 from stages.s07_cuda_graph.fake_warps import Fault
 
+pytest_plugins = ["stages.s07_cuda_graph.beforehand"]
 SOURCES = {
     f"stages.s07_cuda_graph.{name}": (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
     for name in ("hopper_load_kernel", "hopper_chunk_kernel", "hopper_chunk")
@@ -39,12 +41,17 @@ def run(case: ChunkCase, seed: int, sources: Mapping[str, str] = SOURCES, progra
         return case.run()
 
 
+def ragged(group: int, dim: int) -> ChunkCase:
+    """Two KV heads where they have one query head each."""
+    return replace(RAGGED, group=group, head_dim=dim, num_kv_heads=2 if group == 1 else 1)
+
+
+@beforehand(lambda group, dim: (run, ragged(group, dim), group + dim))
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("group", [1, 2, 3, 7])
-def test_equals_exact_attention(group, dim):
-    """Whatever comes first. Two KV heads where they have one query head each."""
-    case = replace(RAGGED, group=group, head_dim=dim, num_kv_heads=2 if group == 1 else 1)
-    assert run(case, seed=group + dim) <= ALLOWED[case.dtype]
+def test_equals_exact_attention(answer, group, dim):
+    """Whatever comes first."""
+    assert answer <= ALLOWED[RAGGED.dtype]
 
 
 @given(
@@ -176,16 +183,22 @@ def outcome(broken: Mapping[str, str], seed: int) -> str:
     return "right" if error <= ALLOWED[RAGGED.dtype] else f"wrong by {error}"
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_mistakes_are_seen(name):
-    """Some only by who comes early or late enough, but by one of a few seeds."""
+def outcomes_of(name: str) -> list[str]:
+    """With one seed after the other, until the mistake is seen or 30 have been tried."""
     source, instead, seen = MUTATIONS[name]
     broken = {module: text.replace(source, instead) for module, text in SOURCES.items()}
-    assert broken != SOURCES, "nothing is broken"
-    outcomes = []
-    while len(outcomes) < 30 and not (outcomes and re.search(seen, outcomes[-1])):
+    outcomes = ["nothing is broken"] if broken == SOURCES else []
+    while len(outcomes) < 30 and broken != SOURCES and not (outcomes and re.search(seen, outcomes[-1])):
         outcomes.append(outcome(broken, len(outcomes)))
-    assert re.search(seen, outcomes[-1]), outcomes
+    return outcomes
+
+
+@beforehand(lambda name: (outcomes_of, name))
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mistakes_are_seen(answer, name):
+    """Some only by who comes early or late enough, but by one of a few seeds."""
+    _, _, seen = MUTATIONS[name]
+    assert re.search(seen, answer[-1]), answer
 
 
 def test_a_seed_does_the_same_every_time():

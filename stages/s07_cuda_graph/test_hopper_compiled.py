@@ -79,6 +79,12 @@ def compiled(request: pytest.FixtureRequest) -> Any:
     return kernel.result
 
 
+@pytest.fixture(scope="module")
+def instructions(compiled: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The machine code as text."""
+    return tool("nvdisasm", "-c", compiled, tmp_path_factory.mktemp("code"))
+
+
 def tool(name: str, option: str, compiled: Any, folder: Path) -> str:
     """What one of the tools that come with Triton says of the machine code."""
     from triton import knobs
@@ -98,11 +104,11 @@ def test_fits(compiled: Any, tmp_path: Path):
     assert compiled.metadata.shared <= 227 * 1024
 
 
-def test_a_tile_is_given_back_when_all_warps_have_read_it(compiled: Any, tmp_path: Path):
+def test_a_tile_is_given_back_when_all_warps_have_read_it(instructions: str):
     """One thread arrives at the barrier for its warpgroup: between whatever its warps read and that, they must meet."""
     reads = re.compile(r"HGMMA|WARPGROUP.DEPBAR|LDS|PHASECHK")
     arrivals, met = 0, False
-    for line in tool("nvdisasm", "-c", compiled, tmp_path).splitlines():
+    for line in instructions.splitlines():
         if reads.search(line):
             met = False
         elif re.search(r"BAR.SYNC\S* 0x\d, 0x80", line):
@@ -113,9 +119,9 @@ def test_a_tile_is_given_back_when_all_warps_have_read_it(compiled: Any, tmp_pat
     assert arrivals == 2 * 8, "two warpgroups: K and V in the loop, before and behind it, Q twice, the other's K and V"
 
 
-def test_products_run_under_the_softmax(compiled: Any, tmp_path: Path):
+def test_products_run_under_the_softmax(instructions: str):
     """In the loop the wait for the last product stands behind all exponentials; else none of them would be hidden."""
-    parts = re.split(r"WARPGROUP.DEPBAR.LE gsb0, (0x\d)", tool("nvdisasm", "-c", compiled, tmp_path))
+    parts = re.split(r"WARPGROUP.DEPBAR.LE gsb0, (0x\d)", instructions)
     hidden = [later.count("MUFU.EX2") for wait, later in zip(parts[1::2], parts[2::2], strict=True) if wait == "0x1"]
     assert hidden == [HOPPER_TILES.block_n // 2 + 2] * 2
 

@@ -1,7 +1,9 @@
 """The fused norm, rope and SwiGLU kernels against the torch functions, in Triton's interpreter and, there, on a GPU."""
 
 import importlib.util
-from concurrent.futures import ProcessPoolExecutor
+import re
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -22,11 +24,6 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def pool(interpreted: ProcessPoolExecutor) -> ProcessPoolExecutor:
-    return interpreted
-
-
 @needs_triton
 @beforehand(lambda case: (compare_norm, case))
 @pytest.mark.parametrize("case", list(small_cases()), ids=str)
@@ -37,14 +34,14 @@ def test_kernel_equals_torch(answer, case):
 
 
 @needs_triton
+@beforehand(lambda op, sizes: (partial(compare_norm, many=1), NormCase(op, sizes, torch.float16, 1)))
 @pytest.mark.parametrize(
     ("op", "sizes"),
     [("rms_norm", (45, 24)), ("add_rms_norm", (9, 100)), ("norm_rope", (5, 7, 1, 20)), ("norm_rope", (8, 4, 2, 8))],
 )
-def test_several_rows_in_a_program(pool, op, sizes):
+def test_several_rows_in_a_program(answer, op, sizes):
     """As with many tokens; the last program is not full."""
-    errors = pool.submit(compare_norm, NormCase(op, sizes, torch.float16, 1), many=1).result()
-    assert errors.within_limits(torch.float16), errors
+    assert answer.within_limits(torch.float16), answer
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -52,23 +49,33 @@ def test_on_the_gpu():
     assert not [(name, error) for name, error, allowed in gpu_cases(torch.device("cuda")) if not error <= allowed]
 
 
-@needs_triton
-def test_results_lie_over_the_inputs(pool):
-    """What `Ops` allows. (In the interpreter's process: what comes back from there is a copy.)"""
-    qkv = torch.randn(3, 4, 8)
-    angles = torch.randn(3, 4)
-    assert pool.submit(_keeps_memory, "add_rms_norm", (torch.ones(3, 4), torch.ones(3, 4), torch.ones(4), EPS)).result()
-    rope = (qkv[:, :2], qkv[:, 2:3], None, None, angles.cos(), angles.sin(), EPS)
-    assert pool.submit(_keeps_memory, "norm_rope", rope).result()
-
-
-def _keeps_memory(op, arguments):
-    out = run_norm(op, *arguments)
-    inputs = {"add_rms_norm": arguments[1:2], "norm_rope": arguments[:2]}[op]
-    return all(a is b for a, b in zip(out[-len(inputs) :], inputs, strict=True))
+def keep_memory() -> list[bool]:
+    """Are the results' tensors those of the inputs? (In the interpreter's process: what comes back is a copy.)"""
+    qkv, angles = torch.randn(3, 4, 8), torch.randn(3, 4)
+    norm = torch.ones(3, 4), torch.ones(3, 4), torch.ones(4), EPS
+    rope = qkv[:, :2], qkv[:, 2:3], None, None, angles.cos(), angles.sin(), EPS
+    pairs = zip(run_norm("add_rms_norm", *norm)[1:] + run_norm("norm_rope", *rope), norm[1:2] + rope[:2], strict=True)
+    return [out is given for out, given in pairs]
 
 
 @needs_triton
+@beforehand(lambda: (keep_memory,))
+def test_results_lie_over_the_inputs(answer):
+    """What `Ops` allows."""
+    assert answer == [True] * 3
+
+
+def refusal(op: str, *arguments: Any) -> str:
+    """The words."""
+    try:
+        run_norm(op, *arguments)
+    except ValueError as error:
+        return str(error)
+    return "nothing is wrong"
+
+
+@needs_triton
+@beforehand(lambda op, arguments, words: (refusal, op, *arguments))
 @pytest.mark.parametrize(
     ("op", "arguments", "words"),
     [
@@ -81,12 +88,20 @@ def _keeps_memory(op, arguments):
         ("silu_mul", (torch.ones(4, 2).T,), "rows without gaps"),
     ],
 )
-def test_what_does_not_fit_is_refused(pool, op, arguments, words):
-    with pytest.raises(ValueError, match=words):
-        pool.submit(run_norm, op, *arguments).result()
+def test_what_does_not_fit_is_refused(answer, op, arguments, words):
+    assert re.search(words, answer)
+
+
+def rope_arguments(**change: Any) -> list[Any]:
+    arguments = {
+        "q": torch.ones(3, 2, 8), "k": torch.ones(3, 1, 8), "q_weight": None, "k_weight": None,
+        "cos": torch.ones(3, 4), "sin": torch.ones(3, 4),
+    }  # fmt: skip
+    return [*(arguments | change).values(), EPS]
 
 
 @needs_triton
+@beforehand(lambda change, words: (refusal, "norm_rope", *rope_arguments(**change)))
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -101,13 +116,8 @@ def test_what_does_not_fit_is_refused(pool, op, arguments, words):
         ({"sin": torch.ones(4, 3).T}, r"contiguous \[3, 4\]"),
     ],
 )
-def test_heads_and_angles_that_do_not_fit_are_refused(pool, change, words):
-    arguments = {
-        "q": torch.ones(3, 2, 8), "k": torch.ones(3, 1, 8), "q_weight": None, "k_weight": None,
-        "cos": torch.ones(3, 4), "sin": torch.ones(3, 4),
-    } | change  # fmt: skip
-    with pytest.raises(ValueError, match=words):
-        pool.submit(run_norm, "norm_rope", *arguments.values(), EPS).result()
+def test_heads_and_angles_that_do_not_fit_are_refused(answer, change, words):
+    assert re.search(words, answer)
 
 
 class TestTheComparison:

@@ -3,8 +3,6 @@
 import copy
 import dataclasses
 import importlib.util
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -31,26 +29,18 @@ from stages.s07_cuda_graph.sampling_columns import SamplingColumns
 
 pytest_plugins = ["stages.s07_cuda_graph.beforehand"]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton has no package here")
-Sampler = Callable[[Case], tuple[Tensor, Tensor]]  # token ids [N] and the history [S, V] afterwards
+both_ways = pytest.mark.parametrize("way", ["torch", pytest.param("kernel", marks=needs_triton)])
 NAN, INF = torch.nan, torch.inf
 
 
-@pytest.fixture
-def pool(interpreted: ProcessPoolExecutor) -> ProcessPoolExecutor:
-    return interpreted
-
-
-@pytest.fixture(params=["torch", pytest.param("kernel", marks=needs_triton)])
-def sampler(request) -> Sampler:
-    if request.param == "torch":
-        return run_torch
-    pool = request.getfixturevalue("pool")
-    return lambda case: pool.submit(run_sample, case).result()
-
-
-def run_torch(case: Case) -> tuple[Tensor, Tensor]:
+def run_torch(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """The token ids [N], and history [S, V] and logits [N, V] afterwards."""
     case = copy.deepcopy(case)
-    return sample_rows(*case.inputs), case.columns.history
+    return sample_rows(*case.inputs), case.columns.history, case.logits
+
+
+def run_all(way: str, *cases: Case) -> list[tuple[Tensor, Tensor, Tensor]]:
+    return [(run_torch if way == "torch" else run_sample)(case) for case in cases]
 
 
 def spread(vocab_size: int) -> Tensor:
@@ -66,7 +56,7 @@ def test_torch_version_equals_stage_01(vocab_size, dtype):
     """Token for token, over every mixture of parameters and every kind of logits, broken ones included."""
     case = make_case(200, vocab_size, 0, dtype)
     expected = [token.token_id for token in sample(case.logits, case.rows)]
-    token_ids, history = run_torch(case)
+    token_ids, history, _ = run_torch(case)
     assert token_ids.tolist() == expected
     assert token_ids.dtype == torch.int32
     assert 5 < expected.count(-1) < 50
@@ -100,8 +90,8 @@ def mixture(vocab_size: int, count: int, dtype: torch.dtype) -> tuple[Any, ...]:
     [(7, 9, torch.float16), (130, 12, torch.bfloat16), (257, 12, torch.float32), (1000, 24, torch.bfloat16)],
 )
 def test_kernels_equal_torch(answer, vocab_size, count, dtype):
-    token_ids, history = answer
-    expected, expected_history = run_torch(make_case(count, vocab_size, 1, dtype))
+    token_ids, history, _ = answer
+    expected, expected_history, _ = run_torch(make_case(count, vocab_size, 1, dtype))
     assert token_ids.tolist() == expected.tolist()
     assert torch.equal(history, expected_history)
 
@@ -140,34 +130,45 @@ def test_the_filter_keeps_what_a_stable_sort_keeps(answer, candidates):
 # ---- isolation -------------------------------------------------------------------------------------------------------
 
 
-def test_a_row_knows_nothing_of_its_neighbours(sampler):
-    """Alone, in another place, with broken neighbours and among padding: the same token, and slot 0 stays as it is."""
-    case = make_case(8, 600, 3)
-    before = case.logits.clone()
-    token_ids, _ = sampler(case)
-    torch.testing.assert_close(case.logits, before, rtol=0, atol=0, equal_nan=True)
+CHOSEN = [0, 6, 3, 5, 1]  # of eight rows
 
-    order = torch.randperm(8, generator=torch.Generator().manual_seed(0))
-    chosen = order[:5]
-    pad = torch.zeros(3, dtype=torch.int32)
+
+def neighbours() -> tuple[Case, Case]:
+    """Eight rows; and some of them in other places, with broken neighbours and among padding."""
+    case, pad = make_case(8, 600, 3), torch.zeros(3, dtype=torch.int32)
     padded = dataclasses.replace(
         case,
-        logits=torch.cat([torch.full((1, 600), NAN), case.logits[chosen], torch.randn(2, 600)]),
-        slots=torch.cat([pad[:1], case.slots[chosen], pad[1:]]),
-        positions=torch.cat([pad[:1], case.positions[chosen], pad[1:]]),
+        logits=torch.cat([torch.full((1, 600), NAN), case.logits[CHOSEN], spread(1200).view(2, 600)]),
+        slots=torch.cat([pad[:1], case.slots[CHOSEN], pad[1:]]),
+        positions=torch.cat([pad[:1], case.positions[CHOSEN], pad[1:]]),
     )
-    again, history = sampler(padded)
+    return case, padded
+
+
+@beforehand(lambda way: (run_all, way, *neighbours()))
+@both_ways
+def test_a_row_knows_nothing_of_its_neighbours(answer, way):
+    """The same token; slot 0 and the logits stay as they are."""
+    (token_ids, _, logits), (again, history, _) = answer
+    case, _ = neighbours()
+    torch.testing.assert_close(logits, case.logits, rtol=0, atol=0, equal_nan=True)
     assert again[0] == -1
-    assert again[1:6].tolist() == token_ids[chosen].tolist()
+    assert again[1:6].tolist() == token_ids[CHOSEN].tolist()
     assert torch.equal(history[0], case.columns.history[0])
 
 
-def test_the_logits_may_be_a_part_of_a_larger_tensor(sampler):
+def narrow_and_wide() -> tuple[Case, Case]:
     case = make_case(4, 130, 4)
     wide = torch.full((4, 150), INF)
     wide[:, :130] = case.logits
-    view = dataclasses.replace(case, logits=wide[:, :130], positions=case.positions.int())
-    assert sampler(view)[0].tolist() == sampler(case)[0].tolist()
+    return case, dataclasses.replace(case, logits=wide[:, :130], positions=case.positions.int())
+
+
+@beforehand(lambda way: (run_all, way, *narrow_and_wide()))
+@both_ways
+def test_the_logits_may_be_a_part_of_a_larger_tensor(answer, way):
+    (narrow, *_), (wide, *_) = answer
+    assert wide.tolist() == narrow.tolist()
 
 
 def test_no_rows_and_shapes_that_do_not_fit():
@@ -185,30 +186,42 @@ def test_no_rows_and_shapes_that_do_not_fit():
 # ---- history and broken rows -----------------------------------------------------------------------------------------
 
 
-def test_the_history_saturates(sampler):
-    """Counts end at the largest int16 with their prompt bit kept; without a penalty nothing is counted."""
+def nearly_full() -> Case:
+    """Counts around the largest that there is, and one row without a penalty."""
     params = [SamplingParams(presence_penalty=0.5)] * 5 + [SamplingParams(temperature=1.0)]
     slots = torch.arange(1, 7, dtype=torch.int32)
     columns = make_columns([Row(p) for p in params], slots, 3)
     columns.history[1:, 2] = torch.tensor([0, 1, 2**15 - 3, 2**15 - 2, 2**15 - 1, 0])
     logits = torch.tensor([[-1e5, -1e5, 1e5]]).repeat(6, 1)
-    case = Case([], logits, slots, slots.long(), columns)
-    token_ids, history = sampler(case)
+    return Case([], logits, slots, slots.long(), columns)
+
+
+@beforehand(lambda way: (run_all, way, nearly_full()))
+@both_ways
+def test_the_history_saturates(answer, way):
+    """Counts end at the largest int16 with their prompt bit kept; without a penalty nothing is counted."""
+    [(token_ids, history, _)] = answer
     assert token_ids.tolist() == [2] * 6
     assert history[1:, 2].tolist() == [2, 3, 2**15 - 1, 2**15 - 2, 2**15 - 1, 0]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_without_a_choice(sampler, temperature):
-    """NaN or inf anywhere, or nothing but -inf: -1, and nothing is counted; the row in between gets its token."""
+def choiceless(temperature: float) -> Case:
+    """NaN or inf anywhere, or nothing but -inf; the last row has one token to choose."""
     logits = torch.full((5, 300), -1.0)
     logits[0, 299], logits[1, 3], logits[2], logits[4, 0] = NAN, INF, -INF, -INF
     logits[4, 257] = 80.0
     rows = [Row(SamplingParams(temperature=temperature, top_k=2, frequency_penalty=1.0)) for _ in range(5)]
     slots = torch.arange(1, 6, dtype=torch.int32)
-    case = Case(rows, logits, slots, slots.long(), make_columns(rows, slots, 300))
-    before = case.columns.history.clone()
-    token_ids, history = sampler(case)
+    return Case(rows, logits, slots, slots.long(), make_columns(rows, slots, 300))
+
+
+@beforehand(lambda way, temperature: (run_all, way, choiceless(temperature)))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@both_ways
+def test_rows_without_a_choice(answer, way, temperature):
+    """-1, and nothing is counted; the row in between gets its token."""
+    [(token_ids, history, _)] = answer
+    before = choiceless(temperature).columns.history
     assert token_ids[[0, 1, 2, 4]].tolist() == [-1, -1, -1, 257]
     assert torch.equal(history[1:4], before[1:4])
 
@@ -229,13 +242,13 @@ WISHES = {
 def test_draws_follow_the_distribution(params, vocab_size, count):
     """One position each, against the definition in float64; from one group of tokens, and from three."""
     logits = spread(vocab_size)
-    token_ids, _ = run_torch(draws_case(logits, count, params))
+    token_ids, *_ = run_torch(draws_case(logits, count, params))
     assert abs(chi_square(token_ids, probabilities(logits, params))) < 4
 
 
 def test_chi_square_sees_a_wrong_distribution():
     logits = spread(40)
-    token_ids, _ = run_torch(draws_case(logits, 50_000, SamplingParams(temperature=1.05)))
+    token_ids, *_ = run_torch(draws_case(logits, 50_000, SamplingParams(temperature=1.05)))
     assert chi_square(token_ids, probabilities(logits, SamplingParams(temperature=1.0))) > 10
 
 
@@ -261,7 +274,7 @@ def test_ties_win_equally_often_at_the_lowest_temperature():
     """Logits of 30 over a temperature of 1e-5 are 3e6, next to which the noise would drown."""
     logits = torch.tensor([30.0, 29.0, 30.0, 30.0])
     params = SamplingParams(temperature=1e-5)
-    token_ids, _ = run_torch(draws_case(logits, 30_000, params))
+    token_ids, *_ = run_torch(draws_case(logits, 30_000, params))
     assert abs(chi_square(token_ids, torch.tensor([1, 0, 1, 1]).double() / 3)) < 4
 
 

@@ -14,6 +14,7 @@ from stages.s03_paged_kv.ops import PagedOps
 from stages.s04_continuous_batching.plan import Plan, PlannedRow
 from stages.s04_continuous_batching.request import Request
 from stages.s04_continuous_batching.span import Span
+from stages.s07_cuda_graph.beforehand import beforehand
 from stages.s07_cuda_graph.device_state import DUMMY_SLOT, DeviceState
 from stages.s07_cuda_graph.fuzz_state import CONFIG, CheckedStep, StateFuzz
 from stages.s07_cuda_graph.runner import GraphRunner
@@ -22,6 +23,7 @@ from stages.s07_cuda_graph.staging import DEPTH, Ring
 from stages.s07_cuda_graph.step import StepOps, keep_tokens, unpack
 from stages.s07_cuda_graph.step_inputs import ON_DEVICE, StepInputs, StepSize, fill, pack, tile_maps
 
+pytest_plugins = ["stages.s07_cuda_graph.beforehand"]
 CPU, VOCAB, BLOCK = torch.device("cpu"), 50, 4
 GARBAGE = 7_777_777
 
@@ -61,11 +63,11 @@ def inputs_for(state: DeviceState, slots: Slots, plan: Plan, size: StepSize) -> 
     return inputs
 
 
-def test_random_loads():
+@beforehand(lambda: (StateFuzz(seed=3).run, 1_500))
+def test_random_loads(answer):
     """Every input of every step, through padded sizes and exact ones, while requests come, go, and come back."""
-    done = StateFuzz(seed=3).run(1_500)
     for kind in ("step ahead", "group", "padded step", "preemption", "swap in", "copy", "failed step", "mixed step"):
-        assert done[kind] > 5, kind
+        assert answer[kind] > 5, kind
 
 
 class TestColumns:

@@ -2,7 +2,7 @@
 
 import copy
 import importlib.util
-from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,20 +12,17 @@ from stages.s02_kv_cache.kv_store import KVStore
 from stages.s03_paged_kv.attention_plan import AttentionShape
 from stages.s03_paged_kv.ops import PagedOps
 from stages.s07_cuda_graph import step, step_inputs
+from stages.s07_cuda_graph.beforehand import beforehand
 from stages.s07_cuda_graph.device_state import DUMMY_SLOT, DeviceState
 from stages.s07_cuda_graph.fuzz_state import CONFIG, CheckedStep
 from stages.s07_cuda_graph.runner import GraphRunner
 from stages.s07_cuda_graph.step_inputs import ON_DEVICE, StepInputs, StepSize
 
+pytest_plugins = ["stages.s07_cuda_graph.beforehand"]
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton has no package for this platform, so its kernels cannot run here", allow_module_level=True)
 
 CPU, VOCAB = torch.device("cpu"), 50
-
-
-@pytest.fixture
-def pool(interpreted: ProcessPoolExecutor) -> ProcessPoolExecutor:
-    return interpreted
 
 
 def random_step(seed: int, decode: bool, rows: int, padding: int, blocks: int, block_size: int, longest_chunk: int):
@@ -59,22 +56,28 @@ def random_step(seed: int, decode: bool, rows: int, padding: int, blocks: int, b
     return state, inputs
 
 
-def compare_fill(*arguments: int, block_size: int) -> tuple[torch.Tensor, ...]:
+def compare_fill(
+    seed: int, decode: bool, rows: int, padding: int, blocks: int, block_size: int, longest_chunk: int
+) -> tuple[torch.Tensor, ...]:
     """All that the two versions of `fill` make, each as (torch, kernel)."""
     from stages.s07_cuda_graph import state_kernels
 
-    given = random_step(*arguments[:4], arguments[4], block_size, arguments[5])
-    results = []
+    given, results = random_step(seed, decode, rows, padding, blocks, block_size, longest_chunk), []
     for fill in (step_inputs.fill, state_kernels.fill):
         state, inputs = copy.deepcopy(given)
         fill(inputs, state, block_size)
         held = -(-inputs.seq_lens // block_size)  # of the table, what a row's length needs
-        table = inputs.block_table.masked_fill(torch.arange(arguments[4]) >= held[:, None], 0)
+        table = inputs.block_table.masked_fill(torch.arange(blocks) >= held[:, None], 0)
         made = (inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.seq_lens, table.flatten())
         results.append(torch.cat([*(each.long() for each in made), state.flat.long(), inputs.packed.long()]))
     return tuple(results)
 
 
+def compare_fills(**case: int) -> list[tuple[torch.Tensor, ...]]:
+    return [compare_fill(seed, **case) for seed in range(2)]
+
+
+@beforehand(lambda **case: (partial(compare_fills, **case),))
 @pytest.mark.parametrize("block_size", [1, 16])
 @pytest.mark.parametrize(
     ("decode", "rows", "padding", "blocks", "longest_chunk"),
@@ -86,10 +89,9 @@ def compare_fill(*arguments: int, block_size: int) -> tuple[torch.Tensor, ...]:
         (False, 6, 5, 140, 129),
     ],
 )
-def test_fill(pool, block_size, decode, rows, padding, blocks, longest_chunk):
-    for seed in range(2):
-        arguments = (seed, decode, rows, padding, blocks, longest_chunk)
-        ours, kernels = pool.submit(compare_fill, *arguments, block_size=block_size).result()
+def test_fill(answer, block_size, decode, rows, padding, blocks, longest_chunk):
+    assert len(answer) == 2
+    for ours, kernels in answer:
         assert torch.equal(ours, kernels)
 
 
@@ -109,12 +111,13 @@ def compare_unpack(num_inputs: int, num_edits: int) -> tuple[torch.Tensor, ...]:
     return (*results, sent)
 
 
+@beforehand(lambda num_inputs, num_edits: (compare_unpack, num_inputs, num_edits))
 @pytest.mark.parametrize(
     ("num_inputs", "num_edits"), [(0, 1), (1, 0), (5, 300), (256, 256), (257, 255), (600, 3), (3, 600), (511, 513)]
 )
-def test_unpack(pool, num_inputs, num_edits):
+def test_unpack(answer, num_inputs, num_edits):
     """And what was not sent stays as it was."""
-    ours, kernels, sent = pool.submit(compare_unpack, num_inputs, num_edits).result()
+    ours, kernels, sent = answer
     assert torch.equal(ours, kernels)
     assert torch.equal(ours[:num_inputs], sent[:num_inputs])
     inputs, state = ours[: 5 * 30 + 1 + 600], ours[5 * 30 + 1 + 600 :]
@@ -136,8 +139,9 @@ def rings_of_kernels(rounds: int) -> list[list[int]]:
     return [state.flat[:rounds].tolist(), inputs.packed.tolist(), came]
 
 
-def test_kernels_use_the_rings_themselves(pool):
-    edits, packed, came = pool.submit(rings_of_kernels, 5).result()
+@beforehand(lambda: (rings_of_kernels, 5))
+def test_kernels_use_the_rings_themselves(answer):
+    edits, packed, came = answer
     assert edits == [0, -1, -2, -3, -4]
     assert set(packed) == {4}
     assert came == [token for n in range(5) for token in range(n, 300)]
@@ -157,8 +161,9 @@ def compare_keep(slots: list[int]) -> list[list[int]]:
     return results
 
 
-def test_keep_tokens(pool):
-    for slots in ([3], [5, 1, 2], [8, 0, 0, 1, 0]):
-        ours, kernels = pool.submit(compare_keep, slots).result()
-        assert ours == kernels
-        assert [ours[slot] for slot in slots if slot] == [10 + i for i, slot in enumerate(slots) if slot]
+@beforehand(lambda slots: (compare_keep, slots))
+@pytest.mark.parametrize("slots", [[3], [5, 1, 2], [8, 0, 0, 1, 0]], ids=str)
+def test_keep_tokens(answer, slots):
+    ours, kernels = answer
+    assert ours == kernels
+    assert [ours[slot] for slot in slots if slot] == [10 + i for i, slot in enumerate(slots) if slot]
