@@ -182,6 +182,42 @@ def test_stop_string_that_begins_before_min_tokens():
         assert generation.output().text == expected
 
 
+def test_what_was_complete_before_min_tokens_never_stops():
+    """Not even when another stop string holds it back; but what a later token completes does."""
+    for words, stop, text, by in (
+        (["a", "b", "c", "d"], ["b", "abZ"], "abcd", None),
+        (["a", "b", b"\xc3", b"\xa9"], ["b", "abZ"], "abé", None),  # a token that is half a character completes nothing
+        (["a", "b", "b", "d"], ["b", "abZ"], "ab", "b"),
+        (["b", "b", "b", "d"], ["bb"], "b", "bb"),
+        (["a", "b", "Z", "d"], ["b", "abZ"], "", "abZ"),
+    ):
+        _, generation = answer(words, [0, 1, 2, 3], stop=stop, min_tokens=3, max_tokens=4)
+        assert (generation.output().text, generation.output().stop_reason) == (text, by), words
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    words=st.lists(st.text(alphabet="abé", min_size=1, max_size=3), max_size=8),
+    stop=st.lists(st.text(alphabet="abé", min_size=1, max_size=4), max_size=3),
+    early=st.integers(0, 8),
+)
+def test_stop_strings_after_min_tokens_against_the_whole_text(words, stop, early):
+    """The first match that ends in a token's own text, over all tokens that may stop the answer."""
+    whole, expected, by = "", None, None
+    stream, deltas = TextStream(Words(*words), stop), []
+    for i, word in enumerate(words):
+        before, whole = len(whole), whole + word
+        ends = [(at, s) for s in stop for at in range(len(whole)) if whole.startswith(s, at) and at + len(s) > before]
+        deltas.append(stream.push(i, i >= early))
+        if i >= early and ends:
+            expected, by = whole[: min(ends)[0]], min(ends)[1]
+            break
+    if by is None:
+        deltas.append(stream.finish())
+    assert "".join(deltas) == (whole if by is None else expected)
+    assert stream.stopped_by == by
+
+
 def test_without_a_tokenizer_there_is_no_text():
     generation = Generation([0], SamplingParams(), seed=0, token_limit=1)
     assert generation.append(SampledToken(3)) == TokenEvent(0, 0, 3, "", "length")

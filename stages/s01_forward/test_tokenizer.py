@@ -181,6 +181,7 @@ def test_sentence_piece_decodes_as_hugging_face(data, sentence_piece):
     pieces = data.draw(st.lists(st.one_of(words.map(lambda w: [w]), in_bytes), max_size=12))
     ids = theirs.convert_tokens_to_ids([token for piece in pieces for token in piece])
     assert mine.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert mine.decode(ids, skip_special=False) == theirs.decode(ids)
 
 
 def test_threads_may_share_it(byte_level):

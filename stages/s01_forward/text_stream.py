@@ -28,7 +28,7 @@ class TextStream:
         """
         text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
         if self._stop:
-            text = self._cut(self._held + text, stop_allowed)
+            text = self._cut(text, stop_allowed)
         self.pieces.append(text)
         return text
 
@@ -38,10 +38,13 @@ class TextStream:
         self.pieces.append(text)
         return text
 
-    def _cut(self, text: str, stop_allowed: bool) -> str:
-        """The text up to a stop string that is complete in it, or has only begun; what has begun is held back."""
+    def _cut(self, new: str, stop_allowed: bool) -> str:
+        """What is held and `new`, up to a stop string that `new` completes; else up to one that has begun."""
+        text, held = self._held + new, len(self._held)
         self._held = ""
-        found = [(text.index(stop), stop) for stop in self._stop if stop in text] if stop_allowed else []
+        # A match that ends in what was held was complete when it might not stop the answer: it is plain text.
+        matches = ((text.find(stop, max(held + 1 - len(stop), 0)), stop) for stop in self._stop if stop_allowed)
+        found = [match for match in matches if match[0] >= 0]
         if found:
             cut, self.stopped_by = min(found)
         else:

@@ -50,9 +50,12 @@ class Tokenizer:
             raise ValueError(f"the model's chat template does not take {messages!r}: {error}") from None
         return self.encode(str(text), add_special=False)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens. Ids beyond the vocabulary (padded models) give nothing."""
-        text = b"".join(map(self.token_bytes, token_ids)).decode("utf-8", errors="replace")
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of token ids, by default without special tokens. Ids beyond the vocabulary (padded models) give
+        nothing.
+        """
+        raw = b"".join(self.token_bytes(token_id, skip_special) for token_id in token_ids)
+        text = raw.decode("utf-8", errors="replace")
         return text.removeprefix(" ") if self._drops_first_space else text
 
     @property

@@ -248,6 +248,13 @@ def test_spaces_between_words_stay(folder, pieces):
     assert answer(pieces, CHAT, chat("Hello", max_tokens=6))[0] == text
 
 
+def test_text_comes_back_without_the_space_that_was_put_first(pieces):
+    ids = post(pieces, "/tokenize", {"prompt": "Hello new  world"}).json()["tokens"]
+    assert ids[0] == BOS
+    assert post(pieces, "/detokenize", {"tokens": ids[1:]}).json() == {"prompt": "Hello new  world"}
+    assert post(pieces, "/detokenize", {"tokens": ids}).json() == {"prompt": "<s> Hello new  world"}  # as Hugging Face
+
+
 class TestTurnEnds:
     """kserve/kserve#4490."""
 

@@ -78,8 +78,7 @@ def token_router(service: Service) -> APIRouter:
         def text() -> str:
             for token_id in body.tokens:
                 check_int("tokens: a token id", token_id, 0, last)
-            raw = b"".join(tokenizer.token_bytes(token_id, skip_special=False) for token_id in body.tokens)
-            return raw.decode("utf-8", errors="replace")
+            return tokenizer.decode(body.tokens, skip_special=False)
 
         with refusing("tokens", DetokenizeRequest):
             return {"prompt": text() if len(body.tokens) <= MANY_TOKENS else await asyncio.to_thread(text)}
