@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from stages.cli.numbers import above
+
 
 class Dtype(StrEnum):
     """Number formats to compute in."""
@@ -40,7 +42,8 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1", rich_help_p
 DtypeOption = Annotated[Dtype, typer.Option(help="auto: the checkpoint's own.", rich_help_panel=ENGINE)]
 MaxModelLen = Annotated[int | None, typer.Option(help="Prompt and answer together, in tokens.", rich_help_panel=ENGINE)]
 KvCacheMb = Annotated[
-    float | None, typer.Option(help="Memory for the KV cache, in MB; from stage 2 on.", rich_help_panel=ENGINE)
+    float | None,
+    typer.Option(callback=above(0), help="Memory for the KV cache, in MB; from stage 2 on.", rich_help_panel=ENGINE),
 ]
 Speculative = Annotated[
     str | None,

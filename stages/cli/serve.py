@@ -12,6 +12,7 @@ import typer
 from stages.cli.config_file import read_config
 from stages.cli.engines import given, guessing, take_mine
 from stages.cli.errors import plain_errors
+from stages.cli.numbers import above, at_least
 from stages.cli.options import (
     ENGINE,
     AcceptanceRule,
@@ -92,13 +93,22 @@ def serve(
     kv_cache_mb: KvCacheMb = None,
     gpu_memory_utilization: Annotated[
         float | None,
-        typer.Option(help="Share of the GPU to use, if --kv-cache-mb is left out; 0.9.", rich_help_panel=ENGINE),
+        typer.Option(
+            callback=above(0, 1),
+            help="Share of the GPU to use, if --kv-cache-mb is left out; 0.9.",
+            rich_help_panel=ENGINE,
+        ),
     ] = None,
     block_size: Annotated[
         int | None, typer.Option(help="Tokens of a KV block; 16 if left out.", rich_help_panel=ENGINE)
     ] = None,
     swap_space: Annotated[
-        float, typer.Option(help="GiB of host memory for the K/V of preempted answers.", rich_help_panel=ENGINE)
+        float,
+        typer.Option(
+            callback=at_least(0, 1024),
+            help="GiB of host memory for the K/V of preempted answers.",
+            rich_help_panel=ENGINE,
+        ),
     ] = 0.0,
     enable_prefix_caching: Annotated[
         bool, typer.Option(help="Compute once what prompts begin with in common.", rich_help_panel=ENGINE)
@@ -128,11 +138,19 @@ def serve(
         int, typer.Option(help="Answers that may wait for their turn; then 429.", rich_help_panel=LIMITS)
     ] = 256,
     request_timeout: Annotated[
-        float | None, typer.Option(help="Seconds for an answer; without end if left out.", rich_help_panel=LIMITS)
+        float | None,
+        typer.Option(callback=above(0), help="Seconds for an answer; without end if left out.", rich_help_panel=LIMITS),
     ] = None,
-    max_body_mb: Annotated[float, typer.Option(help="MB of a request's body; then 413.", rich_help_panel=LIMITS)] = 8.0,
+    max_body_mb: Annotated[
+        float, typer.Option(callback=above(0), help="MB of a request's body; then 413.", rich_help_panel=LIMITS)
+    ] = 8.0,
     drain_seconds: Annotated[
-        float, typer.Option(help="How long open answers may go on after SIGTERM or Ctrl-C.", rich_help_panel=LIMITS)
+        float,
+        typer.Option(
+            callback=at_least(0),
+            help="How long open answers may go on after SIGTERM or Ctrl-C.",
+            rich_help_panel=LIMITS,
+        ),
     ] = 30.0,
     on_engine_death: Annotated[OnEngineDeath, typer.Option(rich_help_panel=PROCESSES)] = OnEngineDeath.exit,
     in_process: Annotated[
@@ -152,7 +170,8 @@ def serve(
         ),
     ] = False,
     dry_run_step_ms: Annotated[
-        float, typer.Option(help="How long a step of the dry run takes.", rich_help_panel=PROCESSES)
+        float,
+        typer.Option(callback=at_least(0), help="How long a step of the dry run takes.", rich_help_panel=PROCESSES),
     ] = 0.0,
 ) -> None:
     """Serve a model over HTTP, with the API of OpenAI."""

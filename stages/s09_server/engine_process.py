@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,12 +23,20 @@ Send = Callable[[bytes], object]
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
-    """model: a folder, a hub id or "demo". options: keywords of `LLM`. dry_run: no weights."""
+    """model: a folder, a hub id or "demo". options: keywords of `LLM`. dry_run: no weights.
+
+    Raises ValueError for NaN and infinity: JSON has none, and what came instead, null, would be the default.
+    """
 
     model: str = "demo"
     options: dict[str, Any] = {}
     dry_run: bool = False
     dry_run_step_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in {**self.options, "dry_run_step_ms": self.dry_run_step_ms}.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} is {value}; it must be a finite number")
 
 
 def make_llm(settings: EngineSettings) -> Any:

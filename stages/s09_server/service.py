@@ -43,6 +43,12 @@ class ApiSettings:
     allowed_origins: tuple[str, ...] = ()
     root_path: str = ""
 
+    def __post_init__(self) -> None:
+        if not self.served_model_names:
+            raise ValueError("served_model_names is empty; clients must be able to name the model")
+        if not all(name.strip() for name in self.served_model_names):
+            raise ValueError("a served model name is empty; leave it out, or give one that clients can send")
+
 
 @dataclass
 class Service:
@@ -54,8 +60,6 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        if not self.settings.served_model_names:
-            raise ValueError("served_model_names is empty; clients must be able to name the model")
         self.metrics = Metrics(self.model_name, lambda: self.llm.stats)
         self.tokenising = asyncio.Lock()
 

@@ -8,6 +8,8 @@ import pytest
 
 from stages.s01_forward.outputs import TokenLogprob
 from stages.s01_forward.sampling_params import SamplingParams
+from stages.s09_server.engine_process import EngineSettings
+from stages.s09_server.link import pack_settings
 from stages.s09_server.messages import (
     Abort,
     Add,
@@ -114,3 +116,14 @@ def test_a_step_costs_a_few_bytes_a_token():
     count = 256
     frame = encode(Step(list(range(10**6, 10**6 + count)), [50_000] * count, {}, [], {}, EngineStats()))
     assert len(frame) < 10 * count
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_settings_that_json_cannot_tell(value):
+    """They would arrive as None, which is another option's value or the default."""
+    with pytest.raises(ValueError, match=f"kv_cache_mb is {value}; it must be a finite number"):
+        EngineSettings("demo", {"kv_cache_mb": value})
+    with pytest.raises(ValueError, match=f"dry_run_step_ms is {value}"):
+        EngineSettings("demo", dry_run=True, dry_run_step_ms=value)
+    settings = EngineSettings("demo", {"kv_cache_mb": 0.5, "max_chunk": None}, True, 2.5)
+    assert msgspec.json.decode(pack_settings(settings), type=EngineSettings) == settings
