@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stages.s09_server.errors import ApiError, error_response, unavailable
 
 GUARDED = ("/v1/", "/tokenize", "/detokenize", "/status")  # what needs the key; machines ask for health and metrics
+MAX_HEAD = 2**16  # bytes of the request line and all headers together
 LINGER_SECONDS, LINGER_BYTES = 1.0, 2**26
 MAX_ID = 128  # characters of a request id that are told back
 

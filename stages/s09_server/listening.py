@@ -1,12 +1,16 @@
-"""The socket that a server listens on, and the event loop that serves it."""
+"""The socket that a server listens on, the event loop that serves it, and who parses what comes."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import importlib.util
 import socket
 import sys
 from collections.abc import Callable
+from typing import Any
+
+from stages.s09_server.limits import MAX_HEAD
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -55,3 +59,12 @@ def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     except ImportError:
         return None
     return uvloop.new_event_loop
+
+
+def parser() -> dict[str, Any]:
+    """Options of uvicorn: httptools where it is installed, as it is faster, else h11, which has a limit of its own."""
+    if importlib.util.find_spec("httptools") is None:
+        return {"http": "h11", "h11_max_incomplete_event_size": MAX_HEAD}
+    from stages.s09_server.head_limit import HeadLimit
+
+    return {"http": HeadLimit}

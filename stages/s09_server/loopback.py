@@ -18,7 +18,7 @@ from stages.s09_server import engine_process
 from stages.s09_server.api import make_app
 from stages.s09_server.async_llm import AsyncLLM
 from stages.s09_server.engine_process import EngineSettings
-from stages.s09_server.listening import bind
+from stages.s09_server.listening import bind, parser
 from stages.s09_server.service import ApiSettings, Service
 
 Result = TypeVar("Result")
@@ -68,7 +68,7 @@ class Loopback:
         self.llm = await self.make_llm()
         app = make_app(self.llm, self.settings)
         self.service: Service = app.state.service
-        self.server = QuickServer(uvicorn.Config(app, log_config=None, lifespan="off"))
+        self.server = QuickServer(uvicorn.Config(app, log_config=None, lifespan="off", **parser()))
         self.loop.call_soon(self.ready.set)
         await self.server.serve([self.listener])
         if hasattr(self.llm, "close"):

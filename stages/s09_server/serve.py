@@ -26,7 +26,7 @@ from stages.s09_server.async_llm import TOKENIZERS, AsyncLLM
 from stages.s09_server.config import ServeConfig
 from stages.s09_server.engine_process import EngineSettings
 from stages.s09_server.engine_watch import watch_engine
-from stages.s09_server.listening import bind, event_loop_factory, url_of
+from stages.s09_server.listening import bind, event_loop_factory, parser, url_of
 from stages.s09_server.service import Service
 from stages.s09_server.signals import Signals
 
@@ -119,6 +119,7 @@ class Server:
                 access_log=config.access_log,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                **parser(),
             )
         )
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import socket
 import threading
@@ -12,9 +13,11 @@ import httpx
 import pytest
 
 from stages.s01_forward.tokenizer import Tokenizer
+from stages.s09_server import loopback
 from stages.s09_server.api import ApiSettings, make_app
 from stages.s09_server.errors import ErrorBody
-from stages.s09_server.limits import BodyLimit
+from stages.s09_server.limits import MAX_HEAD, BodyLimit
+from stages.s09_server.listening import parser
 from stages.s09_server.loopback import Loopback
 from stages.s09_server.puppet import LENGTH, Puppet
 from stages.s09_server.service import LONG_TEXT
@@ -153,6 +156,85 @@ class TestBodies:
         with server.connect(COMPLETIONS, opening * 10_000) as client:
             status, content = response(client)
         assert (status, json.loads(content)["error"]["code"]) == (400, "invalid_json")
+
+
+PARSERS = ["h11", *(["httptools"] if importlib.util.find_spec("httptools") else [])]
+
+
+@pytest.fixture(scope="module", params=PARSERS)
+def by_parser(request, tokenizer) -> Iterator[tuple[Loopback, int]]:
+    """A server, and the status that it refuses a head with. h11 is told off by uvicorn, which knows 400 alone."""
+
+    async def make():
+        return Puppet(tokenizer, ANSWER)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "h11":
+            patch.setattr("importlib.util.find_spec", lambda name: None)
+        told = parser()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loopback, "parser", lambda: told)
+        with Loopback(make, ApiSettings(("m",))) as server:
+            yield server, 400 if request.param == "h11" else 431
+
+
+def head_of(size: int, end: bytes = b"\r\n\r\n") -> bytes:
+    """A request for the models, of so many bytes."""
+    head = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-A: "
+    return head + b"a" * (size - len(head) - len(end)) + end
+
+
+class TestHeads:
+    def test_up_to_the_limit(self, by_parser):
+        """One after the other on one connection."""
+        with socket.create_connection(by_parser[0].address, timeout=20) as client:
+            for size in (MAX_HEAD, 100, MAX_HEAD):
+                client.sendall(head_of(size))
+                assert response(client)[0] == 200
+
+    def test_a_byte_more_without_an_end(self, by_parser):
+        server, status = by_parser
+        with socket.create_connection(server.address, timeout=20) as client:
+            client.sendall(head_of(MAX_HEAD + 1, end=b""))
+            head, _, body = b"".join(iter(lambda: client.recv(1000), b"")).partition(b"\r\n\r\n")
+        assert int(head.split()[1]) == status
+        assert body and body.count(b"\n") == 0
+
+    @pytest.mark.skipif("httptools" not in PARSERS, reason="h11 takes a head that comes at once")
+    def test_to_the_byte(self, server):
+        with socket.create_connection(server.address, timeout=20) as client:
+            client.sendall(head_of(MAX_HEAD + 1))
+            status, content = response(client)
+        assert (status, ErrorBody.model_validate_json(content).error.code) == (431, "headers_too_large")
+
+    def test_a_header_without_end(self, by_parser):
+        """The connection ends, however much would still come; who only writes need not hear why."""
+        with socket.create_connection(by_parser[0].address, timeout=20) as client:
+            client.sendall(head_of(MAX_HEAD, end=b""))
+            with pytest.raises(ConnectionError):
+                for _ in range(1000):
+                    client.sendall(b"a" * 2**16)
+                    time.sleep(0.01)
+        with httpx.Client(base_url=by_parser[0].url) as other:
+            assert other.get("/health").is_success
+
+    def test_what_comes_after_a_body(self, by_parser):
+        """Trailers are headers too. An answer is under way, so nobody can be told."""
+        body = b"%x\r\n%s\r\n0\r\n" % (len(body_of(50)), body_of(50))
+        with by_parser[0].connect(COMPLETIONS, body + b"X-A: a\r\n\r\n", "Transfer-Encoding: chunked") as client:
+            assert response(client)[0] == 200
+        body += b"X-A: " + b"a" * 3 * MAX_HEAD
+        with (
+            by_parser[0].connect(COMPLETIONS, body, "Transfer-Encoding: chunked") as client,
+            contextlib.suppress(ConnectionError),
+        ):
+            assert b" 200 " not in b"".join(iter(lambda: client.recv(1000), b""))
+
+    def test_a_body_in_many_chunks(self, by_parser):
+        """What is between them counts from one to the next."""
+        body = b"".join(b"1\r\n%c\r\n" % byte for byte in body_of(20_000)) + b"0\r\n\r\n"
+        with by_parser[0].connect(COMPLETIONS, body, "Transfer-Encoding: chunked") as client:
+            assert response(client)[0] == 200
 
 
 @pytest.fixture(scope="module")
