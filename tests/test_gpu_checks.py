@@ -123,8 +123,11 @@ def test_a_neighbour_in_the_noise_is_noticed(monkeypatch):
 
 def test_where_answers_differ_is_told():
     assert fast_engine.same("x", [[1], [2, 3]], [[1], [2, 3]]).passed
-    assert fast_engine.same("x", [[1], [2, 3]], [[1], [2, 4]]).note == "answer 1 of 2 differs from token 1 on"
-    assert fast_engine.same("x", [[1, 2]], [[1]]).note == "answer 0 of 1 differs from token 1 on"
+    assert (
+        fast_engine.same("x", [[1], [2, 3]], [[1], [2, 4]]).note
+        == "answer 1 of 2 differs from token 1 on: [3] instead of [4]"
+    )
+    assert fast_engine.same("x", [[1, 2]], [[1]]).note == "answer 0 of 1 differs from token 1 on: [2] instead of []"
 
 
 class TestReport:

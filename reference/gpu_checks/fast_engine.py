@@ -83,7 +83,8 @@ def same(name: str, found: Ids, wanted: Ids) -> Check:
     for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
         if a != b:
             at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-            return Check(name, False, note=f"answer {number} of {len(wanted)} differs from token {at} on")
+            tokens = f"{a[at : at + 3]} instead of {b[at : at + 3]}"  # none: it had ended, with an error perhaps
+            return Check(name, False, note=f"answer {number} of {len(wanted)} differs from token {at} on: {tokens}")
     return Check(name, True)
 
 
