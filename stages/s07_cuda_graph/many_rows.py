@@ -22,7 +22,7 @@ from torch import Tensor
 
 from stages.s01_forward.model import Model
 
-MOST_ROWS = 384  # with more, every product has tiles enough
+MOST_ROWS = 384  # with more, products have tiles enough
 FEW_COLUMNS = 2048  # a weight of so few rows at most is halved; or one with columns so many times as rows:
 LONG = 4
 
