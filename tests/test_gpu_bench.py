@@ -445,6 +445,28 @@ class TestRefusals:
             module.main(["--model-shape", "qwen3-0.6b"])
         assert "--device cpu --model-shape tiny" in capsys.readouterr().err
 
+    @pytest.mark.parametrize(
+        "name", ["bench_few_rows", "bench_many_rows", "bench_chunks", "bench_order", "tune_few_rows"]
+    )
+    def test_help_needs_no_gpu_and_a_run_does(self, name, monkeypatch, capsys):
+        module = importlib.import_module(f"stages.s07_cuda_graph.{name}")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(sys, "argv", [name, "--help"])
+        with pytest.raises(SystemExit) as end:
+            module.main()
+        assert end.value.code == 0 and module.__doc__.split(":")[0] in capsys.readouterr().out
+        for arguments in ([], ["qwen3-0.6b"]):  # a shape, or a folder
+            monkeypatch.setattr(sys, "argv", [name, *arguments])
+            with pytest.raises(SystemExit):
+                module.main()
+            assert "error: needs a CUDA GPU" in capsys.readouterr().err
+
+    def test_shapes_are_known_before_a_gpu_is_asked_for(self, monkeypatch, capsys):
+        monkeypatch.setattr(sys, "argv", ["bench_few_rows", "qwen9"])
+        with pytest.raises(SystemExit):
+            importlib.import_module("stages.s07_cuda_graph.bench_few_rows").main()
+        assert "'qwen9' is none of qwen3-0.6b, " in capsys.readouterr().err
+
     def test_an_ablation_chooses_for_itself(self, capsys):
         with pytest.raises(SystemExit):
             gpu.main("--model-shape tiny --device cpu --ablation --without graphs".split())

@@ -5,6 +5,7 @@ result = Result("s01_forward", hypothesis="...", measurements=[Measurement.rate(
 result.save()  # reference/results/s01_forward.json
 """
 
+import argparse
 import json
 import statistics
 import time
@@ -19,6 +20,16 @@ import torch
 from reference.bench.provenance import command, git_commit, machine, versions
 
 RESULTS = Path(__file__).parents[1] / "results"
+
+
+def gpu_argument(description: str | None, name: str, **settings: Any) -> Any:
+    """The one positional argument of a benchmark that ends with an error if there is no CUDA GPU; --help needs none."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument(name, **settings)
+    value = getattr(parser.parse_args(), name)
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU")
+    return value
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from reference.bench.gpu_shapes import SHAPES
-from reference.bench.harness import RESULTS, Measurement, Result
+from reference.bench.harness import RESULTS, Measurement, Result, gpu_argument
 from reference.bench.roofline import Shape
 from stages.s03_paged_kv.kernel_workloads import time_calls
 from stages.s03_paged_kv.tile_sizes import AttentionShape, TileSizes
@@ -70,8 +70,7 @@ def times(
 
 def main() -> None:
     """Measure, print, save."""
-    if not torch.cuda.is_available():
-        sys.exit("bench_chunks needs a CUDA GPU")
+    out = gpu_argument(__doc__, "folder", nargs="?", type=Path, default=RESULTS, help="default: reference/results")
     result = Result(
         "s07_chunk_attention",
         "With a warp that loads and two warpgroups that share its tiles, the tensor cores wait less: 470 to 560 "
@@ -88,7 +87,7 @@ def main() -> None:
                 found = Measurement.single(f"{name}, {step}, {kernel}", rate, "TFLOP/s", note=f"{seconds * 1e6:.0f} us")
                 result.measurements.append(found)
                 print(f"{found.name:66} {rate:5.0f} TFLOP/s  {found.note}", flush=True)
-    result.save(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)
+    result.save(out)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ Embedding to logits in one CUDA graph, random weights of the real shapes, 512 ke
 rows `forward_few` serves a model, and whether weights are better brought into L2 ahead.
 """
 
+import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from reference.bench.gpu_shapes import SHAPES
-from reference.bench.harness import Measurement, Result
+from reference.bench.harness import Measurement, Result, gpu_argument
 from stages.s01_forward.config import ModelConfig
 from stages.s01_forward.model import Model
 from stages.s02_kv_cache.kv_store import KVStore
@@ -72,18 +72,34 @@ def step_times(model: Model, rows: int) -> dict[str, float]:
 
 
 def main() -> None:
-    if not torch.cuda.is_available():
-        sys.exit("bench_few_rows needs a CUDA GPU")
+    names = shapes_argument(__doc__)
     result = Result(
         "s07_few_rows", "A layer of few, fused launches that ask for weights early beats cuBLAS for few rows."
     )
-    measure(result, step_times, ROWS)
+    measure(result, step_times, names, ROWS)
 
 
-def measure(result: Result, step_times: Callable[[Model, int], dict[str, float]], counts: Sequence[int]) -> None:
-    """Steps of so many rows, of the shapes that the command line names, or of all; told, and saved."""
+def shapes_argument(description: str | None) -> list[str]:
+    """Names of shapes from the command line, or of all but the tiny one."""
+    names = gpu_argument(
+        description, "shapes", nargs="*", type=shape_name, help=f"of {', '.join(SHAPES)} (default: all but tiny)"
+    )
+    return names or [name for name in SHAPES if name != "tiny"]
+
+
+def shape_name(name: str) -> str:
+    """For argparse, whose `choices` do not go with `nargs="*"`: Python 3.11 looks for the empty list among them."""
+    if name not in SHAPES:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(SHAPES)}")
+    return name
+
+
+def measure(
+    result: Result, step_times: Callable[[Model, int], dict[str, float]], names: Sequence[str], counts: Sequence[int]
+) -> None:
+    """Steps of so many rows, of these shapes; told, and saved."""
     drop_workspace(CUDA)
-    for name in sys.argv[1:] or [name for name in SHAPES if name != "tiny"]:
+    for name in names:
         model = make_model(name)
         for rows in counts:
             times = step_times(model, rows)

@@ -6,7 +6,6 @@ attention in one launch; and with products in halves that the norm adds up.
 """
 
 import statistics
-import sys
 from unittest.mock import patch
 
 import torch
@@ -16,7 +15,7 @@ from reference.bench.harness import Result
 from stages.s01_forward.model import Model
 from stages.s03_paged_kv.kernel_workloads import record
 from stages.s07_cuda_graph import many_rows
-from stages.s07_cuda_graph.bench_few_rows import KEYS, make_context, measure
+from stages.s07_cuda_graph.bench_few_rows import KEYS, make_context, measure, shapes_argument
 
 ROWS = (24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 TURNS, REPLAYS = 7, 5
@@ -53,12 +52,11 @@ def step_times(model: Model, rows: int) -> dict[str, float]:
 
 
 def main() -> None:
-    if not torch.cuda.is_available():
-        sys.exit("bench_many_rows needs a CUDA GPU")
+    names = shapes_argument(__doc__)
     result = Result(
         "s07_many_rows", "Where cuBLAS divides a sum over processors, the norm behind it may as well add the parts up."
     )
-    measure(result, step_times, ROWS)
+    measure(result, step_times, names, ROWS)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,12 @@
 The rows are those of the workload `mixed` after so many decode steps, the splits those of a captured graph.
 """
 
-import sys
 from pathlib import Path
 
 import torch
 
 from reference.bench.gpu_shapes import SHAPES
-from reference.bench.harness import RESULTS, Measurement, Result
+from reference.bench.harness import RESULTS, Measurement, Result, gpu_argument
 from reference.bench.roofline import Shape
 from reference.bench.workloads import workloads
 from stages.s03_paged_kv.attention_plan import KernelPlan
@@ -33,8 +32,7 @@ def seconds(work: Workload, sort: bool) -> float:
 
 def main() -> None:
     """Measure, print, save."""
-    if not torch.cuda.is_available():
-        sys.exit("bench_order needs a CUDA GPU")
+    out = gpu_argument(__doc__, "folder", nargs="?", type=Path, default=RESULTS, help="default: reference/results")
     result = Result(
         "s07_order",
         "A grid's programs start in order as processors become free. With the longest rows first, those that are still "
@@ -54,7 +52,7 @@ def main() -> None:
                 note = f"{work.kv_bytes / each / 1e9:,.0f} GB/s"
                 result.measurements.append(Measurement.single(f"{what}, {order}", each * 1e6, "us", note=note))
                 print(f"{result.measurements[-1].name:60} {each * 1e6:7.1f} us  {note}", flush=True)
-    result.save(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)
+    result.save(out)
 
 
 if __name__ == "__main__":

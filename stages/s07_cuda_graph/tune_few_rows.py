@@ -9,7 +9,6 @@ import functools
 import json
 import multiprocessing
 import os
-import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from reference.bench.gpu_shapes import SHAPES
 from reference.bench.harness import Measurement, Result
 from stages.s03_paged_kv.kernel_workloads import time_calls
+from stages.s07_cuda_graph.bench_few_rows import shapes_argument
 from stages.s07_cuda_graph.skinny_linear import Tile, pick_tile, skinny_linear
 
 ROWS = (1, 2, 4, 8, 16)
@@ -116,9 +116,7 @@ def sweep(projection: Projection, usable: dict[int, list[Tile]]) -> Times:
 
 
 def main() -> None:
-    if not torch.cuda.is_available():
-        sys.exit("tune_few_rows needs a CUDA GPU")
-    names = sys.argv[1:] or [name for name in SHAPES if name != "tiny"]
+    names = shapes_argument(__doc__)
     todo = [
         (projection, kind, tile)
         for projection in dict.fromkeys(projection for name in names for projection in projections(name))
