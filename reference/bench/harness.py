@@ -32,6 +32,14 @@ def gpu_argument(description: str | None, name: str, **settings: Any) -> Any:
     return value
 
 
+def folder_argument(description: str | None) -> Path:
+    """As `gpu_argument`: the folder for the result."""
+    folder: Path = gpu_argument(
+        description, "folder", nargs="?", type=Path, default=RESULTS, help="default: reference/results"
+    )
+    return folder
+
+
 @dataclass(frozen=True)
 class Timing:
     """Seconds of every repeat, in order, and their median and extremes."""

@@ -144,17 +144,17 @@ class LLM(BaseLLM):
             if request.params.prompt_logprobs is not None and not entry.needs_prompt_logits:
                 request.prompt_logprobs = entry.prompt_logprobs
 
+    @held_back()
     def step(self) -> None:
         """Step the engine; each event goes to the inbox of its stream. An error is raised in this stream only."""
-        with held_back():
-            try:
-                events = self.engine.step()
-            except BaseException:
-                events = self.engine.failed
-                raise
-            finally:
-                for entry, event in events:
-                    self.inboxes[entry].append(event)
+        try:
+            events = self.engine.step()
+        except BaseException:
+            events = self.engine.failed
+            raise
+        finally:
+            for entry, event in events:
+                self.inboxes[entry].append(event)
 
     def add(self, request: PromptRequest, inbox: deque[TokenEvent]) -> list[Request]:
         """Queue the answers to one prompt; the first computes the prompt, the others share it."""

@@ -6,7 +6,6 @@ rows are fresh and alike. Before a kernel is timed, its answer is held against t
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from reference.bench.gpu_shapes import SHAPES
-from reference.bench.harness import RESULTS, Measurement, Result, gpu_argument
+from reference.bench.harness import Measurement, Result, folder_argument
 from reference.bench.roofline import Shape
 from stages.s03_paged_kv.kernel_workloads import time_calls
 from stages.s03_paged_kv.tile_sizes import AttentionShape, TileSizes
@@ -70,7 +69,7 @@ def times(
 
 def main() -> None:
     """Measure, print, save."""
-    out = gpu_argument(__doc__, "folder", nargs="?", type=Path, default=RESULTS, help="default: reference/results")
+    out = folder_argument(__doc__)
     result = Result(
         "s07_chunk_attention",
         "With a warp that loads and two warpgroups that share its tiles, the tensor cores wait less: 470 to 560 "

@@ -3,12 +3,11 @@
 The rows are those of the workload `mixed` after so many decode steps, the splits those of a captured graph.
 """
 
-from pathlib import Path
 
 import torch
 
 from reference.bench.gpu_shapes import SHAPES
-from reference.bench.harness import RESULTS, Measurement, Result, gpu_argument
+from reference.bench.harness import Measurement, Result, folder_argument
 from reference.bench.roofline import Shape
 from reference.bench.workloads import workloads
 from stages.s03_paged_kv.attention_plan import KernelPlan
@@ -32,7 +31,7 @@ def seconds(work: Workload, sort: bool) -> float:
 
 def main() -> None:
     """Measure, print, save."""
-    out = gpu_argument(__doc__, "folder", nargs="?", type=Path, default=RESULTS, help="default: reference/results")
+    out = folder_argument(__doc__)
     result = Result(
         "s07_order",
         "A grid's programs start in order as processors become free. With the longest rows first, those that are still "

@@ -89,15 +89,15 @@ class LLM(SpeculativeLLM):
         """As over a socket."""
         self.loop.take(decode_to_engine(encode(message)))
 
+    @held_back()
     def step(self) -> None:
         """One step, and its news to whom they concern."""
-        with held_back():
-            step = decode_from_engine(encode(self.loop.step()))
-            assert isinstance(step, Step)
-            events, surplus = self.answers.take(step)
-            self.send(Abort(surplus))
-            for event in events:
-                self.news[event.stream].append(event)
+        step = decode_from_engine(encode(self.loop.step()))
+        assert isinstance(step, Step)
+        events, surplus = self.answers.take(step)
+        self.send(Abort(surplus))
+        for event in events:
+            self.news[event.stream].append(event)
 
 
 def token_events(event: AnswerEvent, requests: Rows[PromptRequest], number: int, index: int) -> Iterator[TokenEvent]:
