@@ -3,7 +3,6 @@
 The rows are those of the workload `mixed` after so many decode steps, the splits those of a captured graph.
 """
 
-
 import torch
 
 from reference.bench.gpu_shapes import SHAPES
