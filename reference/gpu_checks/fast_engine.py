@@ -418,7 +418,10 @@ def parts(device: str) -> list[Part]:
     common += [(check_reference_logits, (device, family)) for family in FAMILIES]
     if device == "cuda":
         common += [(check_bits, (device, dtype)) for dtype in ("float32", "bfloat16")]
+        from reference.gpu_checks.leftovers import check_leftovers  # Gluon comes with it
+
         common += [(check_common_prefix, (device, family)) for family in FAMILIES]
+        common += [(check_leftovers, (device, family, False)) for family in FAMILIES]
         common += [(check, (device,)) for check in (
             check_no_sync, check_delays, check_far_ahead, check_lack_of_memory,
         )]  # fmt: skip

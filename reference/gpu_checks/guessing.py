@@ -158,5 +158,8 @@ def parts(device: str, families: Sequence[str]) -> list[Part]:
     common: list[Part] = [(check_rates, (device, family)) for family in families]
     common += [(check_guessers, (device,)), (check_padding, (device,))]
     if device == "cuda":
+        from reference.gpu_checks.leftovers import check_leftovers  # Gluon comes with it
+
         common += [(check_bits, (device, dtype)) for dtype in ("float32", "bfloat16")]
+        common += [(check_leftovers, (device, family, True)) for family in families]
     return common

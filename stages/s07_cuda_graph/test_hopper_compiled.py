@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +11,7 @@ import torch
 
 from stages.s03_paged_kv.attention_plan import Launch
 from stages.s07_cuda_graph.chunk_tiles import HOPPER_TILES
+from stages.s07_cuda_graph.machine_code import compiling, tool
 
 TRITONS = ("3.6.", "3.7.", "3.8.")  # that compile it, be it that nobody ran it yet; 3.9 has no `_reinterpret`
 
@@ -27,39 +27,9 @@ def compiles() -> bool:
 pytestmark = pytest.mark.skipif(not compiles(), reason="no Triton that compiles this Gluon")
 
 
-class NoGpu:
-    """A driver for Triton that stands for a Hopper GPU, as far as compiling goes."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-class Compiled:
-    """In place of a kernel: `kernel[grid](...)` compiles, and keeps what came out."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel, self.result = kernel, None
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*arguments: Any, **options: Any) -> None:
-            self.result = self.kernel.warmup(*arguments, grid=grid, **options)
-
-        return launch
-
-
 @pytest.fixture(scope="module", params=[(128, torch.bfloat16), (64, torch.float16)], ids=["128-bf16", "64-fp16"])
 def compiled(request: pytest.FixtureRequest) -> Any:
     """The kernel that the launcher asks for: 28 heads, 4 KV heads, blocks of 16."""
-    from triton.runtime import driver
-
     from stages.s07_cuda_graph import hopper_chunk
 
     head_dim, dtype = request.param
@@ -67,12 +37,9 @@ def compiled(request: pytest.FixtureRequest) -> Any:
     cache = torch.zeros(8, 16, 4, head_dim, dtype=dtype)
     table, lens, cu_q, tile_map = (torch.zeros(*n, dtype=torch.int32) for n in ((4, 64), (4,), (5,), (2, 16)))
     launch = Launch(HOPPER_TILES, 16, HOPPER_TILES.block_m, tile_map, 0, 1)
-    kernel = Compiled(hopper_chunk.hopper_chunk_kernel)
     with (
-        patch.object(type(driver), "active", NoGpu()),
-        patch.object(hopper_chunk, "hopper_chunk_kernel", kernel),
+        compiling(hopper_chunk, "hopper_chunk_kernel") as kernel,
         patch.object(hopper_chunk, "num_programs", return_value=132),
-        patch.object(hopper_chunk, "launch_options", return_value={"PDL": True, "launch_pdl": True}),
     ):
         out = torch.empty(512, 28, head_dim, dtype=dtype)
         hopper_chunk.chunk_attention(q, k, v, cache, cache.clone(), table, lens, cu_q, launch, 0.1, out)
@@ -83,16 +50,6 @@ def compiled(request: pytest.FixtureRequest) -> Any:
 def instructions(compiled: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The machine code as text."""
     return tool("nvdisasm", "-c", compiled, tmp_path_factory.mktemp("code"))
-
-
-def tool(name: str, option: str, compiled: Any, folder: Path) -> str:
-    """What one of the tools that come with Triton says of the machine code."""
-    from triton import knobs
-
-    code = folder / "kernel.cubin"
-    code.write_bytes(compiled.asm["cubin"])
-    command = [getattr(knobs.nvidia, name).path, option, str(code)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def test_fits(compiled: Any, tmp_path: Path):
