@@ -2,6 +2,7 @@
 
 import argparse
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +100,30 @@ def test_padding_that_reaches_a_row_is_noticed(monkeypatch):
     monkeypatch.setattr(step, "step_ops", lambda kernels: step.StepOps(keep=careless))
     monkeypatch.setattr("stages.s07_cuda_graph.llm.step_ops", step.step_ops)
     assert not all(check.passed for check in fast_engine.check_padding("cpu"))
+
+
+@pytest.mark.parametrize("guesses", [False, True])
+def test_what_lay_in_shared_memory_is_noticed(guesses, monkeypatch):
+    """Logits to which zero times what lay there is added: wrong once that is not a number."""
+    pytest.importorskip("triton.experimental.gluon")
+    from reference.gpu_checks import leftovers
+
+    shared, reads = [0.0], []
+
+    class Reading(padded(Guessing if guesses else LLM)):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            logits = self.model.logits
+            self.model.logits = lambda hidden: logits(hidden) + (0 * shared[0] if reads else 0)
+
+    monkeypatch.setattr(guessing if guesses else fast_engine, "LLM", Reading)
+    monkeypatch.setattr(leftovers, "fill_shared_memory", lambda value, results: shared.__setitem__(0, value.item()))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=1))
+    checks = leftovers.check_leftovers("cpu", "qwen2", guesses)
+    assert len(checks) == 4 and all(check.passed for check in checks), [*map(str, checks)]
+    reads.append("it is read")
+    shared[0] = 0.0
+    assert not any(check.passed for check in leftovers.check_leftovers("cpu", "qwen2", guesses)[::2])
 
 
 def test_a_block_that_is_never_sent_is_noticed(monkeypatch):

@@ -4,7 +4,7 @@ Nobody clears shared memory between kernels, so a kernel that reads what it did 
 If that is multiplied by zero, answers stay right for thousands of steps, until what was left is no number.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from reference.bench.gpu_runs import replaced
+from reference.bench.gpu_runs import forget, replaced
 from reference.gpu_checks import fast_engine, guessing
 from reference.gpu_checks.check import Check
 from reference.gpu_checks.fast_engine import expected, ids, prompts, ragged, same, tiny
@@ -38,19 +38,29 @@ def fill_shared_memory(value: torch.Tensor, results: torch.Tensor) -> None:
 
 
 @contextmanager
-def nan_before_steps(llm: Any) -> Iterator[None]:
-    """Inside, each step of the engine finds NaN wherever it did not write."""
+def nan_before_steps(llm: Any) -> Iterator[list[None]]:
+    """Inside, each step of the engine finds NaN wherever it did not write; an entry for each.
+
+    A step that is recorded first runs once before that, and leaves numbers: so record all of them before.
+    """
     runner = llm.engine.runner
-    execute, device = runner.execute, runner.state.flat.device
+    device, count = runner.state.flat.device, list[None]()
     value = torch.full((1,), float("nan"), device=device)
     results = torch.empty(torch.cuda.get_device_properties(device).multi_processor_count, device=device)
 
-    def after_nan(plan: Any) -> Any:
-        fill_shared_memory(value, results)
-        return execute(plan)
+    def after_nan(step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            fill_shared_memory(value, results)
+            count.append(None)
+            return step(*arguments)
 
-    with replaced(runner, execute=after_nan):
-        yield
+        return run
+
+    with (
+        replaced(runner, launch=after_nan(runner.launch)),
+        replaced(runner.graphs, replay=after_nan(runner.graphs.replay)),
+    ):
+        yield count
 
 
 def check_leftovers(device: str, family: str, guesses: bool) -> list[Check]:
@@ -61,10 +71,14 @@ def check_leftovers(device: str, family: str, guesses: bool) -> list[Check]:
         wanted = expected(folder, asked, params)
         for everywhere in (False, True):
             llm = stage.engine(folder, device, everywhere=everywhere)
-            told = guessing.told(llm, asked, wanted, 0.6) if guesses else nullcontext()
-            with told, nan_before_steps(llm):
-                found = ids(llm, asked, params)
+            with guessing.told(llm, asked, wanted, 0.6) if guesses else nullcontext():
+                ids(llm, asked, params)  # records
+                forget(llm)
+                with nan_before_steps(llm) as steps:
+                    found = ids(llm, asked, params)
             which = "guesses" if guesses else "no guesses"
             kernels = "few-row kernels wherever they can" if everywhere else "all on"
-            checks.append(same(f"NaN left in shared memory, {family}, {which}, {kernels}", found, wanted))
+            name = f"NaN left in shared memory, {family}, {which}, {kernels}"
+            checks.append(same(name, found, wanted))
+            checks.append(Check(f"{name}: steps", len(steps) > 10, note=f"{len(steps)} of them"))
     return checks
