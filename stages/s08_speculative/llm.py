@@ -33,7 +33,7 @@ from stages.s08_speculative.speculative_scheduler import SpeculativeScheduler
 MAX_DRAFT_TOKENS = 64  # guesses per step
 LEAST_RATE = 0.2  # of guesses that stand: of 4, 0.8, so 1.8 tokens a step
 # Running requests up to which anybody guesses: as long as verifying 4 guesses for each costs 1.8 plain steps, or little
-# more. H200, Qwen2.5-7B (`s08_gpu_qwen2.5-7b`): 2.0 of them with 32 rows, 3.2 with 64; with a faster host 1.6 and 2.4
+# more. H200, Qwen2.5-7B (`s08_gpu_qwen2.5-7b`): 1.9 of them with 32 rows, 2.7 with 64; with a faster host 1.6 and 2.4
 # (noted). Two cores of a CPU, SmolLM2-135M in fp32, 200 tokens of context (noted): 1.9 with 1 to 3 rows, 2.5 with 4.
 MAX_ROWS = {"cuda": 32, "cpu": 3}
 
