@@ -7,17 +7,13 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from stages.s09_server import errors
+from stages.s09_server import chat, completions, errors, info_routes, status_routes, token_routes
 from stages.s09_server.async_llm import AsyncLLM
-from stages.s09_server.chat import chat_router
-from stages.s09_server.completions import completions_router
-from stages.s09_server.info_routes import info_router, stepinfer_version
+from stages.s09_server.info_routes import stepinfer_version
 from stages.s09_server.limits import ApiKey, BodyLimit, Draining, Head, RequestId
 from stages.s09_server.metrics import CountResponses
 from stages.s09_server.protocol import ChatRequest, CompletionRequest
 from stages.s09_server.service import ApiSettings, Service
-from stages.s09_server.status_routes import status_router
-from stages.s09_server.token_routes import token_router
 
 __all__ = ["ApiSettings", "make_app"]
 
@@ -46,8 +42,8 @@ def make_app(llm: AsyncLLM, settings: ApiSettings) -> FastAPI:
         redoc_url=None,
     )
     app.state.service = service
-    for router in (chat_router, completions_router, token_router, info_router, status_router):
-        app.include_router(router(service))
+    for routes in (chat, completions, token_routes, info_routes, status_routes):
+        app.include_router(routes.router)
     errors.install(app)
 
     # The last one added is the first to see a request.

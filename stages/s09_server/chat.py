@@ -15,37 +15,33 @@ from stages.s09_server.messages import AnswerEvent
 from stages.s09_server.params import chat_params
 from stages.s09_server.protocol import ChatRequest
 from stages.s09_server.response_models import ANSWER_ERRORS, STREAM, ChatCompletion, documented
-from stages.s09_server.service import Service, template_turns
+from stages.s09_server.service import service_of, template_turns
 from stages.s09_server.sse import Chunks, EventStream, encode, head_of
 from stages.s09_server.token_texts import TokenTexts
 
+router = APIRouter(route_class=JsonRoute)
 
-def chat_router(service: Service) -> APIRouter:
-    """The route."""
-    router = APIRouter(route_class=JsonRoute)
 
-    @router.post(
-        "/v1/chat/completions",
-        response_model=None,
-        responses=documented(ChatCompletion, *ANSWER_ERRORS, content=STREAM),
-    )
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """The model's next message in a conversation."""
-        arrival = time.perf_counter()
-        service.check_model(body.model)
-        with refusing(None, ChatRequest):
-            params = chat_params(body)
-        grammar = await service.grammar(body.response_format, ChatRequest)
-        token_ids = await service.chat_ids(template_turns(body.messages), ChatRequest)
-        requests = await service.build([token_ids], params, ChatRequest, "messages")
-        texts = TokenTexts(service.tokenizer) if body.logprobs else None
-        exchange = service.open(requests, arrival, grammar)
-        if body.stream:
-            usage = bool(body.stream_options and body.stream_options.include_usage)
-            return EventStream(exchange, ChatChunks(exchange, service.model_name, texts, usage))
-        return await whole(exchange, request, service.model_name, texts)
-
-    return router
+@router.post(
+    "/v1/chat/completions",
+    response_model=None,
+    responses=documented(ChatCompletion, *ANSWER_ERRORS, content=STREAM),
+)
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    """The model's next message in a conversation."""
+    arrival, service = time.perf_counter(), service_of(request)
+    service.check_model(body.model)
+    with refusing(None, ChatRequest):
+        params = chat_params(body)
+    grammar = await service.grammar(body.response_format, ChatRequest)
+    token_ids = await service.chat_ids(template_turns(body.messages), ChatRequest)
+    requests = await service.build([token_ids], params, ChatRequest, "messages")
+    texts = TokenTexts(service.tokenizer) if body.logprobs else None
+    exchange = service.open(requests, arrival, grammar)
+    if body.stream:
+        usage = bool(body.stream_options and body.stream_options.include_usage)
+        return EventStream(exchange, ChatChunks(exchange, service.model_name, texts, usage))
+    return await whole(exchange, request, service.model_name, texts)
 
 
 @dataclass

@@ -14,33 +14,27 @@ from stages.s09_server.messages import AnswerEvent
 from stages.s09_server.params import completion_params
 from stages.s09_server.protocol import CompletionRequest
 from stages.s09_server.response_models import ANSWER_ERRORS, STREAM, Completion, documented
-from stages.s09_server.service import Service
+from stages.s09_server.service import service_of
 from stages.s09_server.sse import Chunks, EventStream, encode, head_of
 
+router = APIRouter(route_class=JsonRoute)
 
-def completions_router(service: Service) -> APIRouter:
-    """The route."""
-    router = APIRouter(route_class=JsonRoute)
 
-    @router.post(
-        "/v1/completions", response_model=None, responses=documented(Completion, *ANSWER_ERRORS, content=STREAM)
-    )
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        """How each prompt goes on. Answers are numbered in the order of the prompts, n to each."""
-        arrival = time.perf_counter()
-        service.check_model(body.model)
-        with refusing(None, CompletionRequest):
-            params = completion_params(body)
-        grammar = await service.grammar(body.response_format, CompletionRequest)
-        requests = await service.build(body.prompt, params, CompletionRequest, "prompt")
-        texts = completion_texts(requests, service.llm.tokenizer, bool(body.echo), body.logprobs is not None)
-        exchange = service.open(requests, arrival, grammar)
-        if body.stream:
-            usage = bool(body.stream_options and body.stream_options.include_usage)
-            return EventStream(exchange, CompletionChunks(exchange, service.model_name, texts, usage))
-        return await whole(exchange, request, service.model_name, texts)
-
-    return router
+@router.post("/v1/completions", response_model=None, responses=documented(Completion, *ANSWER_ERRORS, content=STREAM))
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    """How each prompt goes on. Answers are numbered in the order of the prompts, n to each."""
+    arrival, service = time.perf_counter(), service_of(request)
+    service.check_model(body.model)
+    with refusing(None, CompletionRequest):
+        params = completion_params(body)
+    grammar = await service.grammar(body.response_format, CompletionRequest)
+    requests = await service.build(body.prompt, params, CompletionRequest, "prompt")
+    texts = completion_texts(requests, service.llm.tokenizer, bool(body.echo), body.logprobs is not None)
+    exchange = service.open(requests, arrival, grammar)
+    if body.stream:
+        usage = bool(body.stream_options and body.stream_options.include_usage)
+        return EventStream(exchange, CompletionChunks(exchange, service.model_name, texts, usage))
+    return await whole(exchange, request, service.model_name, texts)
 
 
 async def whole(exchange: Exchange, request: Request, model: str, texts: list[CompletionText]) -> Response:

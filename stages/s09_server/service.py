@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+from fastapi import Request
 from pydantic import BaseModel
 
 from stages.s01_forward.inputs import Prompt, PromptRequest
@@ -153,6 +154,11 @@ class Service:
             raise ApiError(429, message, code="queue_full", retry=True)
         stream = self.llm.open(requests, grammar=grammar)
         return Exchange(stream, requests, self.metrics, arrival, self.settings.request_timeout, self.llm)
+
+
+def service_of(request: Request) -> Service:
+    """Whom a request is for: routes are made once, and every server of a process has them."""
+    return cast(Service, request.app.state.service)
 
 
 def too_many(answers: int, most: int) -> ApiError:

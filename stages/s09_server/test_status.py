@@ -29,7 +29,7 @@ from stages.s09_server import status as page
 from stages.s09_server.block_status import FINDABLE, FREE, SHARED, block_status
 from stages.s09_server.messages import EngineStats
 from stages.s09_server.status import Watch, kind_of
-from stages.s09_server.status_routes import PAGE, status_router
+from stages.s09_server.status_routes import PAGE, router
 
 each_index = pytest.mark.parametrize("index", [HashChain, RadixTree])
 
@@ -292,13 +292,14 @@ def ask(*paths, alive=True):
     app = FastAPI()
     errors.install(app)
     llm = SimpleNamespace(alive=alive, death="no memory", status=status, stats=EngineStats(running=3, tokens=70))
-    app.include_router(status_router(SimpleNamespace(llm=llm, model_name="tiny")))
+    app.state.service = SimpleNamespace(llm=llm, model_name="tiny")
+    app.include_router(router)
     return asyncio.run(all_of_them())
 
 
 def test_the_page_and_its_status_are_served():
     html, whole, news, wrong = ask("/", "/status", "/status?since=3", "/status?since=-1")
-    assert html.content == PAGE.read_bytes() and html.headers["content-type"].startswith("text/html")
+    assert html.content == PAGE and html.headers["content-type"].startswith("text/html")
     assert (whole.json()["model"], whole.json()["uptime"], len(whole.json()["steps"])) == ("tiny", 1.5, 5)
     assert [whole.json()["stats"][name] for name in ("running", "waiting", "tokens")] == [0, 1, 70]
     assert [step["number"] for step in news.json()["steps"]] == [4, 5]
