@@ -1,5 +1,6 @@
 """Fixtures that every stage shares; the root `conftest.py` loads this module as a plugin."""
 
+import asyncio
 import gc
 import os
 from collections.abc import Callable, Generator, Iterator
@@ -95,3 +96,37 @@ def launched(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFacto
     yield started
     for it in started.values():
         it.kill()
+
+
+@pytest.fixture(scope="session")
+def dry_engines(tiny: Callable[[str], Path]) -> Iterator[tuple[asyncio.Runner, dict[str, Any]]]:
+    """The same dry engine in a thread, in a process and in two: tasks that start an `AsyncLLM` each, and their loop.
+
+    The first has started; nobody has waited for the processes: they take seconds.
+    """
+    from stages.s09_server.async_llm import AsyncLLM
+    from stages.s09_server.engine_process import EngineSettings
+
+    settings = EngineSettings(str(tiny("qwen2")), {"device": "cpu"}, dry_run=True)
+    ways: dict[str, Any] = {"thread": {"in_process": True}, "process": {}, "text process": {"text_process": True}}
+
+    async def start() -> dict[str, Any]:
+        tasks = {how: asyncio.create_task(AsyncLLM.start(settings, **way)) for how, way in ways.items()}
+        await tasks["thread"]
+        return tasks
+
+    async def end(tasks: dict[str, Any]) -> None:
+        for task in tasks.values():
+            await (await task).close()
+
+    with asyncio.Runner() as runner:
+        tasks = runner.run(start())
+        yield runner, tasks
+        runner.run(end(tasks))
+
+
+def start_early(request: pytest.FixtureRequest, fixture: str, file: str) -> None:
+    """Start what takes seconds while other checks go on, if those of `file` are to follow in this process."""
+    follow = any(item.path.name == file for item in request.session.items)
+    if follow and not hasattr(request.config, "workerinput"):  # pytest-xdist tells nobody what follows
+        request.getfixturevalue(fixture)

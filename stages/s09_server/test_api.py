@@ -26,12 +26,18 @@ from stages.s09_server.loopback import Loopback
 from stages.s09_server.puppet import LENGTH, Puppet
 from stages.s09_server.response_models import ChatCompletion, Completion, Models
 from stages.s09_server.token_texts import CompletionScores, TokenTexts
+from tests.fixtures import start_early
 from tests.scripted import scripted
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 NAMES = ("m", "org/m-alias")
 EOS, NO_TOKEN = 2, 505  # <|im_end|>; a row of the model that the tokenizer does not know
 EMOJI = "A😀é"  # 1 + 4 + 2 bytes, and a token for each
+
+
+@pytest.fixture(scope="module", autouse=True)
+def early(request):
+    start_early(request, "dry_engines", "test_async_llm.py")
 
 
 @cache

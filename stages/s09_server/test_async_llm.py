@@ -28,7 +28,7 @@ from stages.s09_server.rigged_engine import GARBAGE, ready, step
 from stages.s09_server.test_link import ends, open_files
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
-HOWS = {"thread": {"in_process": True}, "process": {}, "text process": {"text_process": True}}
+HOWS = ("thread", "process", "text process")
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
@@ -37,29 +37,16 @@ def dry(folder: Path, step_ms: float = 0.0, **options: Any) -> EngineSettings:
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    """Runs a coroutine in the module's event loop; what does not come to an end fails."""
-    with asyncio.Runner() as runner:
-        yield lambda coroutine: runner.run(asyncio.wait_for(coroutine, 120.0))
+def run(dry_engines) -> Run:
+    """Runs a coroutine in the engines' event loop; what does not come to an end fails."""
+    runner, _ = dry_engines
+    return lambda coroutine: runner.run(asyncio.wait_for(coroutine, 120.0))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def starting(run, tiny) -> Iterator[dict[str, asyncio.Task[AsyncLLM]]]:
+@pytest.fixture(scope="module")
+def starting(dry_engines) -> dict[str, asyncio.Task[AsyncLLM]]:
     """The same dry engine in three ways. The processes take seconds: those who want them come last in this file."""
-
-    async def start() -> dict[str, asyncio.Task[AsyncLLM]]:
-        tasks = {how: asyncio.create_task(AsyncLLM.start(dry(tiny("qwen2")), **way)) for how, way in HOWS.items()}
-        await tasks["thread"]
-        return tasks
-
-    tasks = run(start())
-    yield tasks
-
-    async def end() -> None:
-        for task in tasks.values():
-            await (await task).close()
-
-    run(end())
+    return dry_engines[1]
 
 
 @pytest.fixture(scope="module")

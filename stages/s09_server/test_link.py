@@ -20,6 +20,7 @@ from stages.s09_server.engine_process import EngineSettings
 from stages.s09_server.link import ChildLink, pack_settings
 from stages.s09_server.messages import Add, AskStatus, Dead, Ready, Status, Step, decode_from_engine, encode
 from stages.s09_server.rigged_engine import GARBAGE, LENGTH
+from tests.fixtures import start_early
 
 MODULE = "stages.s09_server.rigged_engine"
 PATIENCE = 30.0  # seconds, for anything
@@ -53,10 +54,7 @@ class Phone:
 
 @pytest.fixture(scope="module", autouse=True)
 def early(request):
-    """The servers of test_serve.py start while the checks here wait, if theirs follow in this process."""
-    follow = any(item.path.name == "test_serve.py" for item in request.session.items)
-    if follow and not hasattr(request.config, "workerinput"):  # pytest-xdist tells nobody what follows
-        request.getfixturevalue("launched")
+    start_early(request, "launched", "test_serve.py")
 
 
 @pytest.fixture
