@@ -15,7 +15,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import httpx
 import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -28,15 +27,12 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from reference.bench.harness import RESULTS, Measurement, Result
-from reference.checkpoints import build_tiny
 from stages.s09_server.errors import ErrorBody
-from stages.s09_server.server_process import ServerProcess
+from stages.s09_server.server_process import ServerProcess, busy
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 SHARES = {"/v1/chat/completions": 6, "/v1/completions": 6, "/tokenize": 2, "/detokenize": 2}  # of all others: 1
 LENGTH = 64  # of the model: an answer that nobody limits ends soon
-IDLE = ("stepinfer_num_requests_running", "stepinfer_num_requests_waiting", "stepinfer_kv_cache_usage_perc")
 
 
 class Cases:
@@ -85,24 +81,34 @@ class Cases:
         ask_one()
 
 
-def busy(url: str) -> dict[str, float]:
-    """What /metrics says of answers and blocks, as far as it is not zero."""
-    lines = [line.rpartition(" ") for line in httpx.get(f"{url}/metrics").text.splitlines()]
-    return {name: float(value) for name, _, value in lines if name.startswith(IDLE) and float(value)}
-
-
 def main() -> None:
     """The command. Raises for the first response that is wrong, and for anything that is left of the requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for the result (default: reference/results)")
+    parser.add_argument("--url", help="ask a server that runs already, and print how often which status came")
+    parser.add_argument("--key", help="its API key")
     arguments = parser.parse_args()
+    if arguments.url is None:
+        ask_a_server_of_ours(arguments.cases, arguments.seed, arguments.out)
+    else:
+        cases = Cases(arguments.url, arguments.seed, arguments.key)
+        cases.run(arguments.cases)
+        for (name, status), count in sorted(cases.outcomes.items()):
+            print(name, status, count)
+
+
+def ask_a_server_of_ours(count: int, seed: int, out: Path | None) -> None:
+    """Start it, ask so many, and save what came of it in a folder."""
+    from reference.bench.harness import RESULTS, Measurement, Result  # torch comes with it: seconds
+    from reference.checkpoints import build_tiny
+
     with tempfile.TemporaryDirectory() as folder:
         model = build_tiny("qwen2", Path(folder) / "tiny")
         with ServerProcess(model, "--max-model-len", LENGTH, "--max-num-seqs", 64, "--kv-cache-mb", 8) as server:
-            cases, began = Cases(server.url, arguments.seed), time.perf_counter()
-            cases.run(arguments.cases)
+            cases, began = Cases(server.url, seed), time.perf_counter()
+            cases.run(count)
             seconds = time.perf_counter() - began
             if left := busy(server.url):
                 raise RuntimeError(f"something is left of the requests: {left}")
@@ -113,14 +119,14 @@ def main() -> None:
     )
     counts = sorted(cases.outcomes.items())
     result.measurements = [
-        Measurement.single(f"{name}: {status}", count, "responses") for (name, status), count in counts
+        Measurement.single(f"{name}: {status}", times, "responses") for (name, status), times in counts
     ]
-    total, failed = cases.outcomes.total(), sum(count for (_, status), count in counts if status >= 500)
-    note = f"in {seconds:.0f} s, by schemathesis {version('schemathesis')}, seed {arguments.seed}"
+    total, failed = cases.outcomes.total(), sum(times for (_, status), times in counts if status >= 500)
+    note = f"in {seconds:.0f} s, by schemathesis {version('schemathesis')}, seed {seed}"
     result.measurements.append(Measurement.single("all", total, "responses", note=note))
     result.wins = f"{total} requests, {failed} of them answered with a 5xx; nothing was left running, waiting or held."
     result.loses = "One request after the other: what many do at once is not tried here."
-    result.save(arguments.out or RESULTS)
+    result.save(out or RESULTS)
     print(result.wins)
 
 

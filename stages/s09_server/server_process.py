@@ -10,7 +10,11 @@ import sys
 import threading
 import time
 
+import httpx
+
 from stages import STAGES_DIR
+
+IDLE = ("stepinfer_num_requests_running", "stepinfer_num_requests_waiting", "stepinfer_kv_cache_usage_perc")
 
 
 class ServerProcess:
@@ -91,3 +95,9 @@ class ServerProcess:
             self.stop()
         except subprocess.TimeoutExpired:
             self.kill()
+
+
+def busy(url: str) -> dict[str, float]:
+    """What a server's /metrics says of answers and blocks, as far as it is not zero."""
+    lines = [line.rpartition(" ") for line in httpx.get(f"{url}/metrics").text.splitlines()]
+    return {name: float(value) for name, _, value in lines if name.startswith(IDLE) and float(value)}

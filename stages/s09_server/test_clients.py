@@ -26,15 +26,17 @@ from stages.s01_forward.tokenizer import Tokenizer
 from stages.s09_server import dry_run
 from stages.s09_server.api import ApiSettings
 from stages.s09_server.async_llm import AsyncLLM
+from stages.s09_server.children import ROOT
 from stages.s09_server.engine_process import EngineSettings
 from stages.s09_server.loopback import DryLoopback, Loopback
-from stages.s09_server.openapi_cases import Cases, busy
 from stages.s09_server.prometheus_process import PROMETHEUS, PROMTOOL, PrometheusProcess
+from stages.s09_server.server_process import busy
 from tests.scripted import scripted
 
 KEY = "sesame"
 EOS = 2
 HELLO = [{"role": "user", "content": "hello"}]
+PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 SEATS, LINE = 16, 64  # answers that run, and that may wait
 # Families and flags are several code points, Hangul and accents may be; each byte is a token, or a few are.
 STORY = "👩‍👩‍👧 says: ça va? 漢字かな 한국어 한 é🇫🇷, नमस्ते! "
@@ -412,19 +414,28 @@ class TestCurl:
         assert whole.stdout.endswith("\n\ndata: [DONE]\n\n")
 
 
-def test_llm(real, tmp_path):
-    """Its model is told in a file, as its documentation says; in a chat it sends the conversation so far."""
+@pytest.fixture(scope="module", autouse=True)
+def chatting(real, tmp_path_factory) -> Iterator[subprocess.Popen[str]]:
+    """`llm chat`, started and not waited for: it imports for seconds. Its model is told in a file, as its
+    documentation says.
+    """
+    folder = tmp_path_factory.mktemp("llm")
     model = {"model_id": "step", "model_name": "m", "api_base": f"{real.url}/v1", "api_key_name": "stepinfer"}
-    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([model]), encoding="utf-8")  # JSON is YAML
-    (tmp_path / "keys.json").write_text(json.dumps({"stepinfer": KEY}), encoding="utf-8")
-    told = {"LLM_USER_PATH": str(tmp_path), "LLM_LOAD_PLUGINS": "", "PYTHONUTF8": "1"}
-    before = real.service.metrics.prompt_tokens
+    (folder / "extra-openai-models.yaml").write_text(json.dumps([model]), encoding="utf-8")  # JSON is YAML
+    (folder / "keys.json").write_text(json.dumps({"stepinfer": KEY}), encoding="utf-8")
+    told = {"LLM_USER_PATH": str(folder), "LLM_LOAD_PLUGINS": "", "PYTHONUTF8": "1"}
     command = [sys.executable, "-m", "llm", "chat", "-m", "step", "-o", "temperature", "0"]
-    done = subprocess.run(
-        command, env=os.environ | told, capture_output=True, encoding="utf-8", input="hello\nhello\nquit\n"
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("A😀é\n") == 2
+    with subprocess.Popen(command, env=os.environ | told, encoding="utf-8", **PIPES) as process:
+        yield process
+        process.kill()
+
+
+def test_llm(real, chatting):
+    """In a chat it sends the conversation so far."""
+    before = real.service.metrics.prompt_tokens
+    said, complaints = chatting.communicate("hello\nhello\nquit\n", timeout=60)
+    assert chatting.returncode == 0, complaints
+    assert said.count("A😀é\n") == 2
     once = len(real.llm.tokenizer.encode_chat(HELLO))
     answered = [*HELLO, {"role": "assistant", "content": "A😀é"}, *HELLO]
     twice = len(real.llm.tokenizer.encode_chat(answered))
@@ -434,17 +445,31 @@ def test_llm(real, tmp_path):
 # ---- made-up requests, and what machines read ------------------------------------------------------------------------
 
 
-def test_requests_that_schemathesis_makes_up(tiny):
-    """`python -m stages.s09_server.openapi_cases` asks 2,000, of a model with weights."""
+@pytest.fixture(scope="module", autouse=True)
+def made_up(tiny) -> Iterator[tuple[Loopback, subprocess.Popen[str]]]:
+    """A server, and schemathesis in a process of its own, which asks it while the other checks here go on."""
     options = {"device": "cpu", "kv_cache_mb": 4, "max_model_len": 64, "max_num_seqs": 64}
     settings = EngineSettings(str(tiny("qwen2")), options, dry_run=True)
     with Loopback(lambda: AsyncLLM.start(settings, in_process=True), ApiSettings(("m",), api_key=KEY)) as server:
-        cases = Cases(server.url, seed=9, key=KEY)
-        cases.run(25)
-        settled(server)
-        assert busy(server.url) == {}
-    statuses = Counter(status for (operation, status), count in cases.outcomes.items() for _ in range(count))
-    assert min(statuses[200], statuses[400]) >= 10
+        command = [sys.executable, "-m", "stages.s09_server.openapi_cases", "--cases", "25", "--seed", "9"]
+        command += ["--url", server.url, "--key", KEY]
+        with subprocess.Popen(command, cwd=ROOT, encoding="utf-8", **PIPES) as process:
+            yield server, process
+            process.kill()
+
+
+def test_requests_that_schemathesis_makes_up(made_up):
+    """`python -m stages.s09_server.openapi_cases` asks 2,000, of a model with weights."""
+    server, process = made_up
+    said, complaints = process.communicate(timeout=120)
+    assert process.returncode == 0, complaints
+    settled(server)
+    assert busy(server.url) == {}
+    statuses = Counter[str]()
+    for line in said.splitlines():
+        _, status, count = line.rsplit(maxsplit=2)
+        statuses[status] += int(count)
+    assert min(statuses["200"], statuses["400"]) >= 10
 
 
 def numbers_of(schema: object) -> Iterator[dict]:
