@@ -174,6 +174,7 @@ def by_parser(request, tokenizer) -> Iterator[tuple[Loopback, int]]:
         told = parser()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loopback, "parser", lambda: told)
+        patch.setattr("stages.s09_server.head_limit.LINGER_SECONDS", 0.2)
         with Loopback(make, ApiSettings(("m",))) as server:
             yield server, 400 if request.param == "h11" else 431
 
