@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable
 
 import typer
@@ -10,26 +10,41 @@ import typer
 from stages.cli.errors import plain_errors
 
 Check = Callable[[typer.CallbackParam, float | None], float | None]
+LARGEST = sys.float_info.max  # of the finite numbers
 
 
-def at_least(low: float, high: float = math.inf) -> Check:
+def at_least(low: float, high: float = LARGEST) -> Check:
     """A callback for an option that takes finite numbers in [low, high]."""
-    return finite(lambda value: low <= value <= high, f"at least {low:g}", high)
+    return taking(lambda value: low <= value <= high, f"a finite number, at least {low:g}{at_most(high)}")
 
 
-def above(low: float, high: float = math.inf) -> Check:
+def above(low: float, high: float = LARGEST) -> Check:
     """A callback for an option that takes finite numbers in (low, high]."""
-    return finite(lambda value: low < value <= high, f"above {low:g}", high)
+    return taking(lambda value: low < value <= high, f"a finite number, above {low:g}{at_most(high)}")
 
 
-def finite(fits: Callable[[float], bool], bounds: str, high: float) -> Check:
-    """A callback that takes what fits. bounds: in words, but for `high`. What was left out is not looked at."""
-    bounds += f" and at most {high:g}" if math.isfinite(high) else ""
+def at_least_and_below(low: float, end: float) -> Check:
+    """A callback for an option that takes numbers in [low, end)."""
+    return taking(lambda value: low <= value < end, f"a finite number, at least {low:g} and below {end:g}")
+
+
+def above_or_inf(low: float) -> Check:
+    """A callback for an option that takes numbers in (low, infinity]."""
+    return taking(lambda value: low < value, f"a number above {low:g}, or inf")
+
+
+def at_most(high: float) -> str:
+    """The upper bound in words; nothing if it is none."""
+    return f" and at most {high:.15g}" if high < LARGEST else ""
+
+
+def taking(fits: Callable[[float], bool], words: str) -> Check:
+    """A callback that takes what fits; `words` say what that is. NaN never fits; what was left out is not looked at."""
 
     def check(option: typer.CallbackParam, value: float | None) -> float | None:
-        if value is not None and not (math.isfinite(value) and fits(value)):
+        if value is not None and not fits(value):
             with plain_errors():
-                raise ValueError(f"{option.opts[0]} is {value:.15g}; it must be a finite number, {bounds}")
+                raise ValueError(f"{option.opts[0]} is {value:.15g}; it must be {words}")
         return value
 
     return check

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stages.cli.numbers import above
+from stages.cli.numbers import above, at_least
 
 
 class Dtype(StrEnum):
@@ -32,9 +32,12 @@ Mine = Annotated[bool, typer.Option("--mine", help="Run your own files in worksp
 DryRun = Annotated[bool, typer.Option("--dry-run", help="The real scheduler, and no weights: always the same answer.")]
 
 MaxTokens = Annotated[int, typer.Option(help="New tokens at most.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+# The limits are those of `SamplingParams`, which cannot be imported here: `--mine` must be heard first.
+Temperature = Annotated[float, typer.Option(callback=at_least(0, 1e6), help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="0 is all tokens.")]
-TopP = Annotated[float, typer.Option(help="The smallest set of tokens whose probabilities reach this.")]
+TopP = Annotated[
+    float, typer.Option(callback=above(0, 1), help="The smallest set of tokens whose probabilities reach this.")
+]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
 
 ENGINE = "Engine"  # how the help calls these

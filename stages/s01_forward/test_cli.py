@@ -1,5 +1,6 @@
 """`stepinfer generate` and `stepinfer download`, as typed."""
 
+import math
 import os
 import re
 import subprocess
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 
 from stages.cli import app
 from stages.s01_forward.llm import LLM
-from stages.s01_forward.sampling_params import SamplingParams
+from stages.s01_forward.sampling_params import MAX_TEMPERATURE, SamplingParams
 from tests.contract import byte_ids
 from tests.scripted import edited, scripted
 
@@ -94,9 +95,11 @@ def test_no_guesses_asked_for_is_no_guessing(tiny):
     ("options", "words"),
     [
         (["--max-tokens", 0], "max_tokens is 0; it must be at least 1"),
-        (["--temperature", -1], "temperature is -1.0"),
-        (["--temperature", "nan"], "temperature is nan"),
-        (["--top-p", 1.5], "top_p is 1.5"),
+        (["--temperature", -1], "--temperature is -1; it must be a finite number, at least 0 and at most 1000000"),
+        (["--temperature", "nan"], "--temperature is nan"),
+        (["--temperature", "inf"], "--temperature is inf"),
+        (["--top-p", 1.5], "--top-p is 1.5; it must be a finite number, above 0 and at most 1"),
+        (["--top-p", 0], "--top-p is 0"),
         (["--stage", 77], "no engine of stage 77; there are 1"),
         (["--device", "gpu"], "device 'gpu' is not supported"),
         (["--dtype", "int8"], "int8"),
@@ -118,6 +121,14 @@ def test_one_line_for_a_wrong_value(options, words, tiny):
     assert words in " ".join(result.stderr.split())
     assert "Traceback" not in result.output
     assert result.stdout == ""
+
+
+def test_limits_of_options_are_those_of_requests(tiny):
+    """They stand in two places; a limit itself is taken by both, and no more by either."""
+    options = ["generate", tiny("llama"), "Once", "--raw", "--stage", 1, "--max-tokens", 1, "--top-p", 1]
+    assert run(*options, "--temperature", MAX_TEMPERATURE).exit_code == 0
+    above = math.nextafter(MAX_TEMPERATURE, math.inf)
+    assert "error: --temperature is" in run(*options, "--temperature", above).stderr
 
 
 def test_no_such_model(tmp_path):

@@ -16,6 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
+from stages.cli.numbers import above, above_or_inf, at_least, at_least_and_below
+
 app = typer.Typer(help="Measure a server.", no_args_is_help=True)
 RESERVED = ("model", "prompt", "messages", "max_tokens", "stream", "stream_options", "n")
 
@@ -39,26 +41,31 @@ def serve(
         int | None, typer.Option(min=1, help="Requests: 100, or all of the dataset, if left out.")
     ] = None,
     request_rate: Annotated[
-        float, typer.Option(help="Arrivals per second, as a Poisson process; inf: all at once.")
+        float,
+        typer.Option(callback=above_or_inf(0), help="Arrivals per second, as a Poisson process; inf: all at once."),
     ] = math.inf,
     max_concurrency: Annotated[
         int | None, typer.Option(min=1, help="At most so many requests under way; others wait.")
     ] = None,
     random_input_len: Annotated[int, typer.Option(help="Words of a random prompt, mostly a token each.")] = 128,
     random_output_len: Annotated[int, typer.Option(help="Tokens of an answer, at most.")] = 32,
-    random_range_ratio: Annotated[float, typer.Option(help="Lengths are drawn from length * (1 ± this).")] = 0.0,
+    random_range_ratio: Annotated[
+        float, typer.Option(callback=at_least_and_below(0, 1), help="Lengths are drawn from length * (1 ± this).")
+    ] = 0.0,
     random_prefix_len: Annotated[int, typer.Option(help="Words that all random prompts begin with, on top.")] = 0,
     dataset_path: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help='JSONL of {"prompt": text} or {"messages": [...]}.')
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same prompts and arrivals.")] = 0,
-    temperature: Annotated[float, typer.Option()] = 0.0,
+    temperature: Annotated[float, typer.Option(callback=at_least(0))] = 0.0,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Ask for answers of full length; not every server knows it.")
     ] = False,
     extra_body: Annotated[str | None, typer.Option(help="JSON object of further fields of each request.")] = None,
     num_warmups: Annotated[int, typer.Option(min=0, help="Trial requests that do not count.")] = 1,
-    timeout: Annotated[float, typer.Option(help="Seconds until a request counts as failed.")] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(callback=above(0), help="Seconds until a request counts as failed.")
+    ] = 600.0,
     goodput: Annotated[
         list[str] | None, typer.Option(help="ttft:MS, itl:MS, tpot:MS or e2el:MS; repeat it for several goals.")
     ] = None,

@@ -7,6 +7,7 @@ first token, by the server's count of further tokens. E2EL is from sending to th
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -138,7 +139,7 @@ def read_goals(given: Sequence[str]) -> dict[str, float]:
             goals[name] = float(most) / 1000
         except ValueError:
             goals[name] = -1.0
-        if name not in NAMES or not goals[name] > 0:
+        if name not in NAMES or not 0 < goals[name] < math.inf:
             raise ValueError(f"a goal is one of {', '.join(NAMES)}, a colon and milliseconds above 0, got {goal!r}")
     return goals
 
