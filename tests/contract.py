@@ -563,6 +563,19 @@ class Contract:
         """Value and range are named; NaN is in no range. sgl-project/sglang#7670, sgl-project/sglang#28153."""
         self.assert_refused(llm, [[5, 6]], keys, words)
 
+    def test_a_minimum_without_a_token_to_reach_it(self, llm):
+        """Every token ends the answer, by the request's wish or as EOS, and none may before that many."""
+        eos = llm.requests.eos_token_ids
+        others = sorted({*range(VOCAB)} - eos)
+        keys: dict[str, Any] = {"max_tokens": 3, "min_tokens": 2, "stop_token_ids": others}
+        words = rf"min_tokens is 2.* {VOCAB} tokens .*leave min_tokens out, or some of stop_token_ids"
+        self.assert_refused(llm, [[5, 6]], keys, words)
+        self.assert_refused(llm, [[5, 6]], {**keys, "stop_token_ids": [*range(VOCAB)], "ignore_eos": True}, words)
+        (some_left,) = llm.generate([[5, 6]], SamplingParams(**keys, ignore_eos=True))
+        assert set(some_left.token_ids[:2]) <= eos
+        (no_minimum,) = llm.generate([[5, 6]], SamplingParams(max_tokens=3, stop_token_ids=others))
+        assert (len(no_minimum.token_ids), no_minimum.finish_reason) == (1, "stop")
+
     def test_bounds_belong_to_the_range(self, llm):
         edges: list[dict[str, Any]] = [
             {"logit_bias": {0: 100.0, VOCAB - 1: -100}, "stop_token_ids": [0, VOCAB - 1]},

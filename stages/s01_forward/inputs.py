@@ -107,6 +107,7 @@ class RequestBuilder:
             tokenizer=self.tokenizer,
             request=number,
         )
+        self._check_choice(params, generations[0].stop_token_ids)
         return PromptRequest(prompt if isinstance(prompt, str) else None, ids, params, generations)
 
     def _encode(self, number: int, prompt: Prompt) -> list[int]:
@@ -120,6 +121,13 @@ class RequestBuilder:
             raise ValueError(f"prompt {number} is empty: {prompt!r} gives no token to start from")
         self._check_ids(f"prompt {number}", ids)
         return ids
+
+    def _check_choice(self, params: SamplingParams, stop_token_ids: frozenset[int]) -> None:
+        if params.min_tokens and len(stop_token_ids) == self.vocab_size:
+            raise ValueError(
+                f"min_tokens is {params.min_tokens}, and each of the model's {self.vocab_size} tokens ends the answer: "
+                "none could be chosen before; leave min_tokens out, or some of stop_token_ids"
+            )
 
     def _check_ids(self, name: str, ids: Sequence[int]) -> None:
         if ids and are_plain_ids(ids, self.vocab_size):

@@ -429,6 +429,11 @@ class TestRefusals:
             refused(client.post(COMPLETIONS, json=completion(prompt)), 400, "prompt")
         assert answer(client, COMPLETIONS, completion([511], stop_token_ids=[511]))
 
+    def test_a_minimum_without_a_token_to_reach_it(self, client):
+        for path, body in ((COMPLETIONS, completion()), (CHAT, chat())):
+            none_left = body | {"min_tokens": 1, "stop_token_ids": [*range(512)]}
+            assert "leave min_tokens out" in refused(client.post(path, json=none_left), 400, "min_tokens")
+
     @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
     @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", '"NaN"', "1e999", "-1e999"])
     @pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "presence_penalty"])
