@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from typing import Any, Literal, NamedTuple, Protocol
+from weakref import WeakSet
 
 from stages.s02_kv_cache.sequence import Sequence
 from stages.s03_paged_kv.paged_cache import PagedCache
@@ -53,7 +54,8 @@ class KVEvent(NamedTuple):
 class PrefixCache(PagedCache):
     """Only full blocks are found, and never all of a sequence: one token is always left to compute its logits.
 
-    hit_tokens of queried_tokens were found, over all look-ups that a step followed.
+    hit_tokens of queried_tokens were found, over all look-ups of new sequences that a step followed. One that comes
+    back after a preemption finds what it left behind itself, which says nothing of what sequences share.
     """
 
     def __init__(self, num_blocks: int, block_size: int, index: PrefixIndex | None = None) -> None:
@@ -62,6 +64,7 @@ class PrefixCache(PagedCache):
         self.index: PrefixIndex = index or HashChain()
         self.published: dict[Sequence, tuple[int, Any]] = {}  # blocks, and the place; until it is released
         self.looked_up: dict[Sequence, tuple[int, int]] = {}  # tokens asked for, found; until the step after
+        self.seen = WeakSet[Sequence]()  # those that had K/V and gave it back: new no more, should they return
         self.queried_tokens = self.hit_tokens = 0
         self.subscribers: list[Callable[[KVEvent], None]] = []
 
@@ -101,13 +104,15 @@ class PrefixCache(PagedCache):
     def count_look_up(self, sequence: Sequence) -> None:
         """A step followed it: a request that has to wait looks again, and counts once."""
         queried, hit = self.looked_up.pop(sequence, (0, 0))
-        self.queried_tokens += queried
-        self.hit_tokens += hit
+        if sequence not in self.seen:
+            self.queried_tokens += queried
+            self.hit_tokens += hit
 
     def release(self, sequence: Sequence) -> None:
         """The blocks are free, and what is in them can still be found."""
         self.published.pop(sequence, None)
-        self.looked_up.pop(sequence, None)
+        if self.looked_up.pop(sequence, None) is None and sequence.num_kv:
+            self.seen.add(sequence)
         super().release(sequence)
 
     def evict(self, block: int) -> None:

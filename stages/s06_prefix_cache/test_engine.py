@@ -69,6 +69,21 @@ def test_a_second_identical_prompt_computes_the_rest(mode, length, tiny):
     assert (cache.queried_tokens, cache.hit_tokens) == (3 * length + 1, found + BLOCK * (length // BLOCK))
 
 
+def test_a_prompt_is_looked_up_once_however_often_it_is_preempted(tiny):
+    """Or the hit rate would tell of what requests find of their own; the fork and the scored prompt look up nothing."""
+    llm = with_blocks(tiny("qwen2"), 20, max_model_len=60)
+    prompts = [[first] * 18 for first in range(5, 10)]
+    each: list[dict[str, int]] = [{}, {"n": 2}, {}, {}, {"prompt_logprobs": 0}]
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, **keys) for keys in each]
+    llm.generate(prompts, params)
+    cache = llm.engine.scheduler.cache
+    assert llm.engine.scheduler.num_preemptions > 5
+    assert (cache.queried_tokens, cache.hit_tokens) == (4 * 18, 0)
+    llm.generate([[4] * 18], ONE)
+    llm.generate([[4] * 18], ONE)
+    assert (cache.queried_tokens, cache.hit_tokens) == (6 * 18, 16)
+
+
 def test_off_means_off(tiny):
     llm = engine(tiny("qwen2"), prefix_cache="off")
     for _ in range(2):

@@ -69,7 +69,7 @@ class Metrics(Collector):
         yield self.gauge("kv_cache_usage_perc", "Share of the KV blocks that is in use; 1 is all.", share)
         counts = {
             "num_preemptions": ("Answers put back to wait.", stats.preemptions),
-            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.queried_tokens),
+            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache, once each.", stats.queried_tokens),
             "prefix_cache_hits": ("Prompt tokens found there.", stats.hit_tokens),
             "spec_decode_num_draft_tokens": ("Guessed tokens.", stats.drafted),
             "spec_decode_num_accepted_tokens": ("Guesses that stood.", stats.accepted),
