@@ -186,8 +186,10 @@ class Server:
 
     @property
     def busy(self) -> bool:
-        """Is anything computed, or on its way to a client?"""
-        return bool(self.llm.num_open or self.http.server_state.tasks)
+        """Is anything computed, or on its way to a client? Who has not sent all of a request is not waited for."""
+        cycles = [getattr(connection, "cycle", None) for connection in self.http.server_state.connections]
+        asked = [cycle for cycle in cycles if cycle is not None and not cycle.more_body]
+        return bool(self.llm.num_open) or any(not cycle.response_complete for cycle in asked)
 
 
 async def first_of(*things: Awaitable[object]) -> None:

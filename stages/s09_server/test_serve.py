@@ -231,6 +231,36 @@ def test_a_client_that_does_not_read_is_cut_off(tiny, caplog, monkeypatch):
     assert [record.exc_info for record in caplog.records if record.levelname == "ERROR"] == []
 
 
+def test_half_a_request_is_not_waited_for(tiny, monkeypatch):
+    """But who sends the rest while others are answered is answered, too."""
+    monkeypatch.setattr(serve, "FLUSH_SECONDS", 0.2)
+
+    async def half(it: Running):
+        """A connection with half a request, and the other half."""
+        body = json.dumps(LONG | {"stream": False, "stream_options": None, "max_tokens": 3}).encode()
+        reader, writer = await asyncio.open_connection(*it.server.listener.getsockname())
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + body[:9])
+        await writer.drain()
+        return reader, writer, body[9:]
+
+    async def scenario(it: Running):
+        reader, writer, rest = await half(it)
+        _, silent, _ = await half(it)
+        while len(it.server.http.server_state.tasks) < 2:
+            await asyncio.sleep(0.01)
+        reading = await it.begin()
+        await it.begin_to_drain()
+        writer.write(rest)
+        assert b" 200 OK" in await reader.readline()
+        assert (await reading)[-1] == "data: [DONE]"
+        assert await it.code == 0
+        writer.close()
+        silent.close()
+
+    run(config(tiny, drain_seconds=1000.0, in_process=True), scenario)
+
+
 def test_without_an_engine_the_server_says_so_and_ends(capsys, monkeypatch):
     """A process, and kill -9. It would say so for a minute; Ctrl-C."""
     monkeypatch.setattr(loop_link, "ENGINE", "stages.s09_server.rigged_engine")
