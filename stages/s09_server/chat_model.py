@@ -70,7 +70,11 @@ class LocalModel:
 
 
 class interrupts:
-    """While this is open, Ctrl-C sets the event and does nothing else."""
+    """While this is open, Ctrl-C sets the event and does nothing else, however often it comes.
+
+    `LLM.step` holds back the first one itself. But who waits presses it again, and a second one would break into the
+    step, and the conversation goes on with the engine that it left.
+    """
 
     def __init__(self) -> None:
         self.event = threading.Event()

@@ -343,6 +343,24 @@ def test_control_c_stops_the_answer_and_not_the_engine(local):
     assert "".join(model.answer([{"role": "user", "content": "Hi"}])).startswith(story(local, 6))
 
 
+def test_a_second_control_c_does_not_break_into_a_step_either(local, monkeypatch):
+    """Where blocks are out of the pool's books and in nobody's yet."""
+    model, pool = LocalModel(local, SamplingParams(max_tokens=6)), local.engine.scheduler.cache.pool
+    allocate = pool.allocate
+
+    def pressed(count):
+        blocks = allocate(count)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        return blocks
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pool, "allocate", pressed)
+        list(model.answer([{"role": "user", "content": "Hi"}]))
+    assert pool.num_free == pool.num_blocks - 1
+    assert "".join(model.answer([{"role": "user", "content": "Hi"}])) == story(local, 6)
+
+
 def test_control_c_at_a_terminal_and_in_a_pipe(monkeypatch, capsys):
     class Interrupted(Echo):
         def answer(self, messages):
