@@ -7,12 +7,13 @@ from bisect import bisect_left
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
 from stages.s03_paged_kv.attention_plan import KernelPlan
 from stages.s04_continuous_batching.plan import Plan
-from stages.s07_cuda_graph.chunk_tiles import chunk_tiles
+from stages.s07_cuda_graph.chunk_tiles import LEAST_QUERIES, chunk_tiles
 from stages.s07_cuda_graph.common_prefix import LEAST_ROWS
 from stages.s07_cuda_graph.padded_plan import mixed_size, padded_plan
 from stages.s07_cuda_graph.step import Step, StepOutputs
@@ -41,14 +42,19 @@ def mixed_buckets(max_num_seqs: int, max_num_tokens: int) -> tuple[list[int], li
 
 
 def rows_beside(tokens: int, buckets: list[int]) -> list[int]:
-    """The numbers of rows that a mixed step of so many tokens may be padded to."""
-    return buckets if tokens <= MANY_TOKENS else [rows for rows in buckets if rows >= MANY_ROWS] or buckets[-1:]
+    """The numbers of rows that a mixed step of so many tokens may be padded to.
+
+    It has no more rows than tokens, and one for padding: a number is left out where the one below has room for these.
+    """
+    few = buckets if tokens <= MANY_TOKENS else [rows for rows in buckets if rows >= MANY_ROWS] or buckets[-1:]
+    return [rows for below, rows in pairwise([0, *few]) if below <= tokens]
 
 
-def graphs_bytes(max_num_seqs: int, max_num_tokens: int) -> int:
+def graphs_bytes(max_num_seqs: int, max_num_tokens: int, num_heads: int) -> int:
     """Device memory of all graphs but for their tensors."""
     tokens, rows = mixed_buckets(max_num_seqs, max_num_tokens)
-    mixed = sum(len(rows_beside(each, rows)) for each in tokens) + sum(each > MANY_TOKENS for each in tokens)
+    chunks_alone = sum(each * num_heads >= LEAST_QUERIES for each in tokens)
+    mixed = sum(len(rows_beside(each, rows)) for each in tokens) + chunks_alone
     return GRAPH_BYTES * (len(decode_sizes(decode_buckets(max_num_seqs))) + mixed)
 
 
@@ -162,8 +168,7 @@ class Graphs:
         """Every size, the largest first: the smaller ones then find room in the memory that it took."""
         sizes = decode_sizes(self.decode_rows, self.common)
         for tokens in self.mixed_tokens:
-            beside = rows_beside(tokens, self.mixed_rows)
-            rows = [rows for rows in beside if rows <= tokens or rows == beside[0]]
+            rows = rows_beside(tokens, self.mixed_rows)
             mixed = [mixed_size(tokens, each, self.step.shape, self.longest, self.chunks) for each in rows]
             sizes += [*mixed, *(replace(size, only_chunks=True) for size in mixed[:1] if size.chunks)]
         for size in sorted(sizes, key=lambda size: (-size.tokens, -size.rows)):

@@ -83,7 +83,8 @@ class LLM(PrefixLLM):
         if not self.graphs:
             return history
         largest = largest_step_bytes(self.model, self.max_num_batched_tokens, self.max_num_seqs)
-        return history + largest + graphs_bytes(self.max_num_seqs, self.max_num_batched_tokens)
+        heads = self.config.num_heads
+        return history + largest + graphs_bytes(self.max_num_seqs, self.max_num_batched_tokens, heads)
 
     def make_scheduler(self, cache: PagedCache, swap: SwapSpace) -> Scheduler:
         """One that can plan ahead."""

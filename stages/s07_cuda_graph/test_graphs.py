@@ -93,6 +93,8 @@ class TestSizes:
 
     def test_rows_are_few_kinds_where_tokens_are_many(self):
         assert rows_beside(1024, [4, 16, 64, 257]) == [4, 16, 64, 257]
+        assert rows_beside(64, [4, 16, 64, 257]) == [4, 16, 64, 257]  # 64 rows of a token, and one for padding
+        assert rows_beside(32, [4, 16, 64, 257]) == [4, 16, 64]
         assert rows_beside(1536, [4, 16, 64, 257]) == [64, 257]
         assert rows_beside(2048, [4, 9]) == [9]
 
@@ -184,7 +186,17 @@ class TestSizes:
         """Those of rows that begin alike, too; and hardly for more."""
         graphs = engine(tiny("qwen2"), max_num_seqs=seqs, max_num_batched_tokens=tokens).engine.runner.graphs
         graphs.capture_all()
-        assert len(graphs.captured) <= graphs_bytes(seqs, tokens) / GRAPH_BYTES < 1.2 * len(graphs.captured)
+        heads = graphs.step.shape.num_heads
+        assert len(graphs.captured) <= graphs_bytes(seqs, tokens, heads) / GRAPH_BYTES < 1.2 * len(graphs.captured)
+
+    def test_every_step_of_prompts_and_answers_finds_its_graph(self, tiny):
+        """Of any number of rows and tokens: one prompt, and answers beside it."""
+        graphs = engine(tiny("qwen2"), max_num_seqs=64, max_num_batched_tokens=256).engine.runner.graphs
+        graphs.capture_all()
+        for tokens in range(2, 257):
+            for rows in range(1, min(tokens, 64) + 1):
+                size = graphs.size_of(plan_of(tokens - rows + 1, *[1] * (rows - 1)), queries=0)
+                assert size is None or size in graphs.captured, (tokens, rows, size)
 
 
 def test_a_step_of_chunks_alone_has_no_launch_for_rows_of_one_token(tiny):

@@ -13,6 +13,7 @@ from stages.s04_continuous_batching.plan import Plan
 from stages.s04_continuous_batching.recorder import recorded_batches
 from stages.s06_prefix_cache.llm import LLM as InTurns
 from stages.s07_cuda_graph.fake_graphs import FakeGraphs
+from stages.s07_cuda_graph.graphs import GRAPH_BYTES, decode_buckets
 from stages.s07_cuda_graph.llm import LLM
 from tests.scripted import scripted
 
@@ -92,6 +93,20 @@ def test_on_a_cpu_there_are_no_graphs(capture, tiny):
     assert llm.engine.runner.graphs is None
     assert not llm.kernels
     assert llm.reserved_bytes() == 0
+
+
+def test_what_a_gpu_would_set_aside(tiny, monkeypatch):
+    """The more requests and tokens, the more; without graphs no more than what tokens have been seen."""
+    llm = engine(tiny("qwen2"), graphs=True, max_num_seqs=8, max_num_batched_tokens=64)
+    monkeypatch.setattr(llm, "device", torch.device("cuda"))
+    monkeypatch.setattr("stages.s07_cuda_graph.llm.largest_step_bytes", lambda *step: 0)  # it is run
+    few = llm.reserved_bytes()
+    assert few > len(decode_buckets(8)) * GRAPH_BYTES
+    llm.max_num_batched_tokens = 4096
+    more = llm.reserved_bytes()
+    assert more > few + 8 * GRAPH_BYTES
+    llm.graphs = False
+    assert llm.reserved_bytes() == 9 * llm.config.vocab_size * 2
 
 
 @pytest.mark.parametrize("capture", ["eager", "", None, True, "Start"])
