@@ -117,8 +117,9 @@ def test_what_lay_in_shared_memory_is_noticed(guesses, monkeypatch):
             self.model.logits = lambda hidden: logits(hidden) + (0 * shared[0] if reads else 0)
 
     monkeypatch.setattr(guessing if guesses else fast_engine, "LLM", Reading)
-    monkeypatch.setattr(leftovers, "fill_shared_memory", lambda value, results: shared.__setitem__(0, value.item()))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=1))
+    monkeypatch.setattr(leftovers, "fill_shared_memory", lambda value, *others: shared.__setitem__(0, value.item()))
+    gpu = SimpleNamespace(multi_processor_count=1, shared_memory_per_block_optin=2**16)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     checks = leftovers.check_leftovers("cpu", "qwen2", guesses)
     assert len(checks) == 4 and all(check.passed for check in checks), [*map(str, checks)]
     reads.append("it is read")

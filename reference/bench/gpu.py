@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
             subprocess.run([sys.executable, "-m", "reference.bench", "gpu", *ours], check=True)
     else:
         print(markdown_table(run_shape(options)))
-    if not (options.ablation or options.batch_sizes):
+    if options.model_shape in ("all", *tables.SHAPES) and not (options.ablation or options.batch_sizes):
         print(tables.cells(options.stage, options.out))
         print(tables.split(stage=options.stage, folder=options.out))
 

@@ -64,7 +64,7 @@ class PrefixCache(PagedCache):
         self.index: PrefixIndex = index or HashChain()
         self.published: dict[Sequence, tuple[int, Any]] = {}  # blocks, and the place; until it is released
         self.looked_up: dict[Sequence, tuple[int, int]] = {}  # tokens asked for, found; until the step after
-        self.seen = WeakSet[Sequence]()  # those that had K/V and gave it back: new no more, should they return
+        self.seen = WeakSet[Sequence]()  # those that had blocks of K/V and gave them back: no more new, if they return
         self.queried_tokens = self.hit_tokens = 0
         self.subscribers: list[Callable[[KVEvent], None]] = []
 
@@ -110,8 +110,8 @@ class PrefixCache(PagedCache):
 
     def release(self, sequence: Sequence) -> None:
         """The blocks are free, and what is in them can still be found."""
-        self.published.pop(sequence, None)
-        if self.looked_up.pop(sequence, None) is None and sequence.num_kv:
+        waits = self.looked_up.pop(sequence, None) is not None  # no step followed: it will look again
+        if self.published.pop(sequence, None) and not waits:
             self.seen.add(sequence)
         super().release(sequence)
 

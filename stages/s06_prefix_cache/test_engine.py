@@ -84,6 +84,15 @@ def test_a_prompt_is_looked_up_once_however_often_it_is_preempted(tiny):
     assert (cache.queried_tokens, cache.hit_tokens) == (6 * 18, 16)
 
 
+def test_a_fork_that_could_not_start_is_looked_up(tiny):
+    """It holds its sibling's blocks for a moment, finds no other, and begins when the sibling has ended."""
+    llm = with_blocks(tiny("qwen2"), 5, max_model_len=20)
+    llm.generate([[7] * 18], SamplingParams(max_tokens=2, ignore_eos=True, n=2))
+    cache = llm.engine.scheduler.cache
+    assert llm.engine.scheduler.num_preemptions == 0
+    assert (cache.queried_tokens, cache.hit_tokens) == (2 * 18, 16)
+
+
 def test_off_means_off(tiny):
     llm = engine(tiny("qwen2"), prefix_cache="off")
     for _ in range(2):

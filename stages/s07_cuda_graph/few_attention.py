@@ -72,7 +72,7 @@ def pick_launch(rows: int, queries: int, q_heads: int, kv_heads: int, key_bytes:
     wanted = round((1 if pairs <= FEW else 2) * PROCESSORS / pairs)
     rows_of_q = max(16, next_power_of_2(queries * q_heads // kv_heads))
     # A product of 64 rows is one group of 4 warps' work: a second group would only do the same, and ptxas 12.8 makes
-    # a mistake of that (lesson 07b, "A wrong register").
+    # a mistake of that (lesson 07b, "A wrong register"). Of more rows it would be too much for 4 warps' registers.
     sizes = TileSizes(rows_of_q, keys, 4 if rows_of_q == 64 else 8, 3, False)
     return Launch(sizes, rows, queries, None, keys, max(1, min(wanted, MAX_SPLITS, -(-longest // keys))))
 

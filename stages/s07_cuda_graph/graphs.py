@@ -46,8 +46,8 @@ def rows_beside(tokens: int, buckets: list[int]) -> list[int]:
 
     It has no more rows than tokens, and one for padding: a number is left out where the one below has room for these.
     """
-    few = buckets if tokens <= MANY_TOKENS else [rows for rows in buckets if rows >= MANY_ROWS] or buckets[-1:]
-    return [rows for below, rows in pairwise([0, *few]) if below <= tokens]
+    wanted = buckets if tokens <= MANY_TOKENS else [rows for rows in buckets if rows >= MANY_ROWS] or buckets[-1:]
+    return [rows for below, rows in pairwise([0, *wanted]) if below <= tokens]
 
 
 def graphs_bytes(max_num_seqs: int, max_num_tokens: int, num_heads: int) -> int:

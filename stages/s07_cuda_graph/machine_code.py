@@ -15,6 +15,8 @@ from unittest.mock import patch
 Register = tuple[str, int]  # "R" or "UR", and its number
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([\w.]+)\s*(.*?)\s*;")
 NAMED = re.compile(r"\b(U?R)(\d+)(\.64)?")
+# What writes no register: stores, comparisons, barriers, branches.
+NO_TARGET = re.compile(r"ST|RED|LDGSTS|U?[DFHI]SETP|HSETP2|FCHK|R2P|BAR|DEPBAR|WARPSYNC|NANOSLEEP|BR")
 
 
 class NoGpu:
@@ -79,21 +81,29 @@ def products(code: str) -> tuple[int, list[str]]:
 
     All programs of a grid have their tiles at the same places of shared memory. So a descriptor, which says where an
     operand lies, never hangs on the program's number: where it does, it was made of a register with another content.
+    Followed are registers alone: not what goes through memory, and no branch (a loop's end meets its beginning).
     """
-    tainted: set[Register] = set()
-    count, strange = 0, list[str]()
-    for last in (False, True):  # twice: what a loop's end writes, its beginning reads
-        for guard, name, operands in INSTRUCTION.findall(code):
-            if name.startswith("HGMMA"):
-                count += last
-                if last and descriptors(operands) & tainted:
-                    strange.append(f"{name} {operands}")
-            elif not name.startswith("ST"):
-                follow(tainted, bool(guard), name, operands)
-    return count, strange
+    instructions = INSTRUCTION.findall(code)
+    tainted, before = set[Register](), None
+    while tainted != before:  # what a loop's end writes, its beginning reads
+        before = set(tainted)
+        strange = follow(tainted, instructions)
+    return sum(name.startswith("HGMMA") for _, name, _ in instructions), strange
 
 
-def follow(tainted: set[Register], guarded: bool, name: str, operands: str) -> None:
+def follow(tainted: set[Register], instructions: list[tuple[str, str, str]]) -> list[str]:
+    """Once from top to bottom, with `tainted` kept up to date: the products that are strange by then."""
+    strange = []
+    for guard, name, operands in instructions:
+        if name.startswith("HGMMA"):
+            if descriptors(operands) & tainted:
+                strange.append(f"{name} {operands}")
+        elif not NO_TARGET.match(name):
+            write(tainted, bool(guard), name, operands)
+    return strange
+
+
+def write(tainted: set[Register], guarded: bool, name: str, operands: str) -> None:
     """One instruction: what it writes hangs on the program's number if what it reads does."""
     parts = [part.strip() for part in operands.split(",")]
     while parts and re.fullmatch(r"U?P\w+", parts[0]):  # predicates come first

@@ -13,7 +13,7 @@ from stages.s04_continuous_batching.plan import Plan
 from stages.s04_continuous_batching.recorder import recorded_batches
 from stages.s06_prefix_cache.llm import LLM as InTurns
 from stages.s07_cuda_graph.fake_graphs import FakeGraphs
-from stages.s07_cuda_graph.graphs import GRAPH_BYTES, decode_buckets
+from stages.s07_cuda_graph.graphs import GRAPH_BYTES, decode_buckets, graphs_bytes
 from stages.s07_cuda_graph.llm import LLM
 from tests.scripted import scripted
 
@@ -105,6 +105,7 @@ def test_what_a_gpu_would_set_aside(tiny, monkeypatch):
     llm.max_num_batched_tokens = 4096
     more = llm.reserved_bytes()
     assert more > few + 8 * GRAPH_BYTES
+    assert graphs_bytes(8, 4096, num_heads=64) > graphs_bytes(8, 4096, num_heads=1)  # more of chunks alone
     llm.graphs = False
     assert llm.reserved_bytes() == 9 * llm.config.vocab_size * 2
 

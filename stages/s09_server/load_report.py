@@ -140,7 +140,8 @@ def read_goals(given: Sequence[str]) -> dict[str, float]:
         except ValueError:
             goals[name] = -1.0
         if name not in NAMES or not 0 < goals[name] < math.inf:
-            raise ValueError(f"a goal is one of {', '.join(NAMES)}, a colon and milliseconds above 0, got {goal!r}")
+            number = "a finite number of milliseconds above 0"
+            raise ValueError(f"a goal is one of {', '.join(NAMES)}, a colon and {number}, got {goal!r}")
     return goals
 
 
